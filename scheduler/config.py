@@ -1,0 +1,39 @@
+"""Limits that the scheduler keeps. Frozen; composed in `launch/config.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Units: max_num_seqs rows; max_num_batched_tokens tokens a step; max_model_len tokens of one request, prompt
+    and outputs together; max_waiting requests queued beyond the running ones; depth steps issued and not settled.
+    eos_token_ids: every id that ends a request unless it ignores EOS.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 8192
+    depth: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_waiting",
+            "depth",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for token in self.eos_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"EOS id {token} lies outside the vocabulary [0, {self.vocab_size}); "
+                    "check eos_token_id in generation_config.json and config.json"
+                )

@@ -1,0 +1,101 @@
+"""What a user may ask of sampling, checked once, here. Owns ranges and defaults; samples nothing."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+MAX_SEED = 2**63 - 1
+MAX_TEMPERATURE = 2.0
+MAX_STOP_TOKEN_IDS = 256
+
+
+def _integer(field: str, value: Any, low: int, high: int | None, allowed: str) -> int:
+    if isinstance(value, bool):
+        raise ValueError(f"{field} must be {allowed}, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{field} must be {allowed}, got {value!r}") from None
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{field} must be {allowed}, got {number}")
+    return number
+
+
+def _real(field: str, value: Any, allowed: str) -> float:
+    if isinstance(value, bool | str | bytes):
+        raise ValueError(f"{field} must be {allowed}, got {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{field} must be {allowed}, got {value!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{field} must be {allowed}, got {number}")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends. Names and meanings follow vLLM's.
+
+    temperature: 0 is greedy; otherwise logits are divided by it, in [0, 2].
+    top_k: keep the k most likely tokens; 0 or -1 keeps all. top_p: keep the smallest set whose probability
+        reaches top_p, in (0, 1]. Order: temperature, then k, then p.
+    seed: in [0, 2**63); None draws one when the request is submitted. The token at a position depends on the seed,
+        the position and the vocabulary id alone, never on the batch it shares.
+    max_tokens: output tokens at most, at least 1; None means up to max_model_len.
+    ignore_eos: go on past the model's end-of-sequence ids. stop_token_ids: further ids that end the request
+        (the id is the last output, finish reason "stop").
+
+    Raises: ValueError naming the field and its allowed range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        def put(field: str, value: Any) -> None:
+            object.__setattr__(self, field, value)
+
+        allowed = f"a number in [0, {MAX_TEMPERATURE:g}]"
+        temperature = _real("temperature", self.temperature, allowed)
+        if not 0 <= temperature <= MAX_TEMPERATURE:
+            raise ValueError(f"temperature must be {allowed}, got {temperature}")
+        put("temperature", temperature)
+        allowed = "a number in (0, 1]"
+        top_p = _real("top_p", self.top_p, allowed)
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be {allowed}, got {top_p}")
+        put("top_p", top_p)
+        top_k = _integer(
+            "top_k", self.top_k, -1, 2**31 - 1, "an integer, at least 1, or 0 or -1 for all tokens"
+        )
+        put("top_k", max(top_k, 0))
+        if self.seed is not None:
+            put("seed", _integer("seed", self.seed, 0, MAX_SEED, "an integer in [0, 2**63)"))
+        if self.max_tokens is not None:
+            allowed = "an integer, at least 1, or None for as many as fit"
+            put("max_tokens", _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, allowed))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        allowed = "a list of token ids (integers, at least 0)"
+        ids = self.stop_token_ids
+        if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
+            raise ValueError(f"stop_token_ids must be {allowed}, got {ids!r}")
+        ids = tuple(ids)
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} entries, got {len(ids)}"
+            )
+        put(
+            "stop_token_ids",
+            tuple(_integer("stop_token_ids", i, 0, 2**31 - 1, allowed) for i in ids),
+        )
