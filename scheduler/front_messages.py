@@ -1,0 +1,275 @@
+"""What fronts and the scheduler say to each other: the one definition. This docstring is the format.
+
+Every message is a MessagePack array `[version, kind, *body]`; integer lists are `bin` of little-endian int32, request
+numbers `bin` of int64. A front numbers its own requests; a number is never used twice by one front. Never pickle.
+
+Front to scheduler (DEALER to ROUTER):
+
+    register  [front_name]                       first message of a front, and again after a reconnect
+    submit    [number, submit_key, request_id, prompt_token_ids, output_token_ids, seed, n_index, params]
+    abort     [numbers]                          unknown and finished numbers are ignored
+    ack       [numbers]                          the front has the end of these; the scheduler may forget their keys
+
+Scheduler to front:
+
+    outputs   [epoch, numbers, tokens, finish_codes]   one entry a token; token -1 when an end brings none;
+                                                 finish_codes bin of int8, a FinishCode each
+    refused   [number, reason, text]             a RefusalReason; the request is over (never queued, or ended by an error)
+
+submit_key is 24 bytes (client uuid, counter): the same key twice is the same request. output_token_ids are tokens that
+the request already has (resubmission). seed is in [0, 2**63), always drawn. params is
+[temperature, top_p, top_k, max_tokens or nil, ignore_eos, stop_token_ids].
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from .messages import MAX_REQUEST_ID_BYTES, ProtocolError
+from .sampling_params import MAX_SEED, SamplingParams
+
+FRONT_PROTOCOL_VERSION = 1
+SUBMIT_KEY_BYTES = 24
+
+_INT8 = np.dtype("i1")
+_INT32 = np.dtype("<i4")
+_INT64 = np.dtype("<i8")
+
+
+class FrontKind(IntEnum):
+    REGISTER = 0
+    SUBMIT = 1
+    ABORT = 2
+    ACK = 3
+    OUTPUTS = 10
+    REFUSED = 11
+
+
+class FinishCode(IntEnum):
+    """Why a request ended; RUNNING while it has not."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+class RefusalReason(IntEnum):
+    """What kind of refusal: the caller's fault, too much load, or the engine's failure."""
+
+    INVALID = 1
+    OVERLOADED = 2
+    ENGINE_FAILED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Register:
+    front_name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submit:
+    """One request. prompt_token_ids and output_token_ids are 1-d int32."""
+
+    number: int
+    submit_key: bytes
+    request_id: str
+    prompt_token_ids: np.ndarray
+    output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    seed: int
+    n_index: int = 0
+    params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Abort:
+    numbers: np.ndarray  # [n] int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    numbers: np.ndarray  # [n] int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outputs:
+    """New tokens of one front's requests. numbers [n] int64, tokens [n] int32, finish_codes [n] int8."""
+
+    epoch: int
+    numbers: np.ndarray
+    tokens: np.ndarray
+    finish_codes: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    number: int
+    reason: RefusalReason
+    text: str
+
+
+FrontMessage = Register | Submit | Abort | Ack | Outputs | Refused
+
+
+def make_submit_key(client_uuid: bytes, counter: int) -> bytes:
+    """Join a client's 16-byte uuid and its request counter into the key that makes resubmission safe."""
+    return client_uuid + struct.pack("<Q", counter)
+
+
+def encode(message: FrontMessage) -> bytes:
+    """Serialize one message of either direction."""
+    body: list[Any]
+    match message:
+        case Register():
+            kind, body = FrontKind.REGISTER, [message.front_name]
+        case Submit():
+            params = message.params
+            kind = FrontKind.SUBMIT
+            body = [
+                message.number,
+                message.submit_key,
+                message.request_id,
+                np.ascontiguousarray(message.prompt_token_ids, _INT32).tobytes(),
+                np.ascontiguousarray(message.output_token_ids, _INT32).tobytes(),
+                message.seed,
+                message.n_index,
+                [
+                    params.temperature,
+                    params.top_p,
+                    params.top_k,
+                    params.max_tokens,
+                    params.ignore_eos,
+                    list(params.stop_token_ids),
+                ],
+            ]
+        case Abort() | Ack():
+            kind = FrontKind.ABORT if isinstance(message, Abort) else FrontKind.ACK
+            body = [np.ascontiguousarray(message.numbers, _INT64).tobytes()]
+        case Outputs():
+            kind = FrontKind.OUTPUTS
+            body = [
+                message.epoch,
+                np.ascontiguousarray(message.numbers, _INT64).tobytes(),
+                np.ascontiguousarray(message.tokens, _INT32).tobytes(),
+                np.ascontiguousarray(message.finish_codes, _INT8).tobytes(),
+            ]
+        case Refused():
+            kind = FrontKind.REFUSED
+            body = [message.number, int(message.reason), message.text]
+    return msgpack.packb([FRONT_PROTOCOL_VERSION, int(kind), *body], use_bin_type=True)
+
+
+def decode(message: bytes) -> FrontMessage:
+    """Read one message of either direction; arrays are read-only views of `message`.
+
+    Raises: ProtocolError for anything that the module docstring does not describe, bad sampling params included.
+    """
+    try:
+        values = msgpack.unpackb(message, raw=False)
+        return _decode(values)
+    except ProtocolError:
+        raise
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        reason = str(error) or type(error).__name__
+        raise ProtocolError(f"front message of {len(message)} bytes: {reason}") from None
+
+
+def _decode(values: Any) -> FrontMessage:
+    if not isinstance(values, list) or len(values) < 2:
+        raise ProtocolError("front message must be an array of at least 2 values")
+    version, code, *body = values
+    if version != FRONT_PROTOCOL_VERSION or isinstance(version, bool):
+        raise ProtocolError(
+            f"front message has version {version!r:.20}, this side speaks {FRONT_PROTOCOL_VERSION}; "
+            "run the same rowcast on every node"
+        )
+    if isinstance(code, bool) or code not in tuple(FrontKind):
+        raise ProtocolError(f"front message has unknown kind {code!r:.20}")
+    kind = FrontKind(code)
+    if len(body) != _BODY_LENGTH[kind]:
+        raise ProtocolError(
+            f"{kind.name.lower()} must carry {_BODY_LENGTH[kind]} values, got {len(body)}"
+        )
+    if kind is FrontKind.REGISTER:
+        return Register(front_name=_string(body[0], "register: front_name", MAX_REQUEST_ID_BYTES))
+    if kind is FrontKind.SUBMIT:
+        return _submit(body)
+    if kind is FrontKind.ABORT:
+        return Abort(numbers=_array(body[0], "abort: numbers", _INT64))
+    if kind is FrontKind.ACK:
+        return Ack(numbers=_array(body[0], "ack: numbers", _INT64))
+    if kind is FrontKind.OUTPUTS:
+        outputs = Outputs(
+            epoch=_integer(body[0], "outputs: epoch", 2**63),
+            numbers=_array(body[1], "outputs: numbers", _INT64),
+            tokens=_array(body[2], "outputs: tokens", _INT32),
+            finish_codes=_array(body[3], "outputs: finish_codes", _INT8),
+        )
+        if not len(outputs.numbers) == len(outputs.tokens) == len(outputs.finish_codes):
+            raise ProtocolError("outputs: numbers, tokens and finish_codes differ in length")
+        return outputs
+    return Refused(
+        number=_integer(body[0], "refused: number", 2**63),
+        reason=RefusalReason(_integer(body[1], "refused: reason", 2**31)),
+        text=_string(body[2], "refused: text", 2**20),
+    )
+
+
+_BODY_LENGTH = {
+    FrontKind.REGISTER: 1,
+    FrontKind.SUBMIT: 8,
+    FrontKind.ABORT: 1,
+    FrontKind.ACK: 1,
+    FrontKind.OUTPUTS: 4,
+    FrontKind.REFUSED: 3,
+}
+
+
+def _submit(body: list[Any]) -> Submit:
+    number, submit_key, request_id, prompt, outputs, seed, n_index, params = body
+    if not isinstance(submit_key, bytes) or len(submit_key) != SUBMIT_KEY_BYTES:
+        raise ProtocolError(f"submit: submit_key must be bin of {SUBMIT_KEY_BYTES} bytes")
+    if not isinstance(params, list) or len(params) != 6:
+        raise ProtocolError("submit: params must be an array of 6 values")
+    return Submit(
+        number=_integer(number, "submit: number", 2**63),
+        submit_key=submit_key,
+        request_id=_string(request_id, "submit: request_id", MAX_REQUEST_ID_BYTES),
+        prompt_token_ids=_array(prompt, "submit: prompt_token_ids", _INT32),
+        output_token_ids=_array(outputs, "submit: output_token_ids", _INT32),
+        seed=_integer(seed, "submit: seed", MAX_SEED + 1),
+        n_index=_integer(n_index, "submit: n_index", 2**31),
+        params=SamplingParams(
+            temperature=params[0],
+            top_p=params[1],
+            top_k=params[2],
+            max_tokens=params[3],
+            ignore_eos=params[4],
+            stop_token_ids=params[5],
+        ),
+    )
+
+
+def _integer(value: Any, what: str, limit: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
+        raise ProtocolError(f"{what} must be an integer in [0, {limit}), got {value!r:.40}")
+    return value
+
+
+def _string(value: Any, what: str, limit: int) -> str:
+    if not isinstance(value, str) or len(value) > limit:
+        raise ProtocolError(f"{what} must be a string of at most {limit} characters")
+    return value
+
+
+def _array(value: Any, what: str, dtype: np.dtype[Any]) -> np.ndarray:
+    if not isinstance(value, bytes) or len(value) % dtype.itemsize:
+        raise ProtocolError(f"{what} must be bin of a multiple of {dtype.itemsize} bytes")
+    return np.frombuffer(value, dtype)

@@ -1,0 +1,451 @@
+"""What scheduler and workers say to each other, and its MessagePack form. This docstring is the format.
+
+Frame, scheduler to workers: an array `[version, epoch, kind, sequence, *body]`.
+
+    hello    []                                  always sequence 0, repeated until every rank is ready, never counted
+    step     [freed_rows, admissions, run_rows, run_counts, paused_rows, grown_block_ids, masked_rows]
+    mask     [step_sequence, rows, words_per_row, bits]
+    control  [operation]                         0: stop
+
+Result, worker to scheduler: `[version, epoch, kind, *]`.
+
+    ready    [.., sequence, rank]                the answer to hello
+    error    [.., sequence, rank, text]          this rank stops; sequence is the frame it was at
+    bye      [.., sequence, rank]                this rank stops because it was told to
+    result   [.., sequence, digests, tokens, extras]     rank 0 alone
+
+`version` is PROTOCOL_VERSION. `epoch` (time_ns) names one life of the worker group. One `sequence` counts step, mask
+and control frames from 1, without gaps. Integer lists are `bin` fields of little-endian int32, named below where they are
+anything else. Never pickle.
+
+    freed_rows      rows finished, aborted or preempted
+    admissions      nil, or the columns of `Admissions` in the order of its fields; strings are an array of str, the two
+                    per-group fields are arrays of bin, one a KV group
+    run_rows, run_counts   rows with more than one uncomputed token that run, and how many tokens each runs
+    paused_rows     rows with exactly one uncomputed token that do not run it in this step
+    grown_block_ids one bin a KV group: the new blocks of the rows that grow, in row order (`agreement.derive_growth`)
+    masked_rows     rows whose sampling waits for a mask frame
+    bits            bin of little-endian int32 words, words_per_row for each of rows: bit i of word w is id 32 * w + i
+    digests         bin of 8 bytes a rank, in rank order; empty while nobody folds them
+    tokens          one int32 a batch_index, -1 where the row did not sample
+    extras          nil, or a map of batch_index to what that row asked for beyond its token
+
+A reader takes nothing on trust: whatever is not exactly this raises ProtocolError and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+
+PROTOCOL_VERSION = 1
+MAX_REQUEST_ID_BYTES = 256
+MAX_ERROR_TEXT = 16_384
+
+_INT32 = np.dtype("<i4")
+_INT64 = np.dtype("<i8")
+_FLOAT32 = np.dtype("<f4")
+_EMPTY = np.empty(0, _INT32)
+
+
+class ProtocolError(Exception):
+    """A message that is not what the protocol allows here: the one exception of this process boundary."""
+
+
+class Channel(Protocol):
+    """What carries whole messages between the two loops: a socket, or a queue in one process."""
+
+    def receive(self, timeout_s: float | None) -> bytes | None:
+        """Take the next message; None when none came within timeout_s (None waits for ever)."""
+        ...
+
+    def send(self, message: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FrameKind(IntEnum):
+    HELLO = 0
+    STEP = 1
+    MASK = 2
+    CONTROL = 3
+
+
+class ControlOperation(IntEnum):
+    STOP = 0
+
+
+class ResultKind(IntEnum):
+    READY = 0
+    ERROR = 1
+    BYE = 2
+    RESULT = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admissions:
+    """The requests that get a row in this step, as columns; entry i of each belongs to rows[i].
+
+    Shapes: n requests; token_ids and block_ids are concatenated in order, their lengths per request in num_tokens and
+        num_blocks[group]. num_tokens counts prompt and earlier outputs, num_prompt_tokens the prompt alone.
+    Blocks: num_blocks[group][i] blocks cover at least the cached tokens; what the step needs beyond comes as growth.
+    seeds: in [0, 2**63), always drawn. top_k 0 keeps all tokens.
+    """
+
+    rows: np.ndarray  # [n]
+    request_ids: tuple[str, ...]  # n
+    num_tokens: np.ndarray  # [n]
+    token_ids: np.ndarray  # [sum(num_tokens)]
+    num_prompt_tokens: np.ndarray  # [n]
+    num_cached_tokens: np.ndarray  # [n]
+    seeds: np.ndarray  # [n]
+    temperature: np.ndarray  # [n]
+    top_p: np.ndarray  # [n]
+    top_k: np.ndarray  # [n]
+    num_blocks: tuple[np.ndarray, ...]  # one [n] a KV group
+    block_ids: tuple[np.ndarray, ...]  # one [sum(num_blocks[group])] a KV group
+
+
+_DTYPE_OF = {"seeds": _INT64, "temperature": _FLOAT32, "top_p": _FLOAT32}  # int32 otherwise
+_PER_REQUEST = (
+    "num_tokens",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "seeds",
+    "temperature",
+    "top_p",
+    "top_k",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerOutput:
+    """One step's change. Fields as in the module docstring; every integer array is int32."""
+
+    freed_rows: np.ndarray = field(default_factory=_EMPTY.copy)
+    admissions: Admissions | None = None
+    run_rows: np.ndarray = field(default_factory=_EMPTY.copy)
+    run_counts: np.ndarray = field(default_factory=_EMPTY.copy)
+    paused_rows: np.ndarray = field(default_factory=_EMPTY.copy)
+    grown_block_ids: tuple[np.ndarray, ...] = ()
+    masked_rows: np.ndarray = field(default_factory=_EMPTY.copy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mask:
+    """The allowed ids of rows that an earlier step left waiting.
+
+    Shapes: rows [n] int32; bits [n, words_per_row] int32. step_sequence is the sequence of that step.
+    """
+
+    step_sequence: int
+    rows: np.ndarray
+    bits: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One message to the workers. body is None for hello, else by kind."""
+
+    epoch: int
+    kind: FrameKind
+    sequence: int
+    body: SchedulerOutput | Mask | ControlOperation | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What rank 0 reports of one step. tokens [num_reqs] int32, -1 where the row did not sample."""
+
+    tokens: np.ndarray
+    digests: bytes = b""
+    extras: dict[int, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerReport:
+    """One message from a worker. rank is 0 and result is set for kind RESULT; text belongs to ERROR."""
+
+    epoch: int
+    kind: ResultKind
+    sequence: int
+    rank: int = 0
+    text: str = ""
+    result: StepResult | None = None
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _bytes_of(array: np.ndarray | Sequence[Any], dtype: np.dtype[Any]) -> bytes:
+    return np.ascontiguousarray(array, dtype).tobytes()
+
+
+def _pack(values: list[Any]) -> bytes:
+    return msgpack.packb(values, use_bin_type=True)
+
+
+def encode_hello(*, epoch: int) -> bytes:
+    return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.HELLO), 0])
+
+
+def encode_control(operation: ControlOperation, *, epoch: int, sequence: int) -> bytes:
+    return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.CONTROL), sequence, int(operation)])
+
+
+def encode_mask(mask: Mask, *, epoch: int, sequence: int) -> bytes:
+    body = [
+        mask.step_sequence,
+        _bytes_of(mask.rows, _INT32),
+        int(mask.bits.shape[1]),
+        _bytes_of(mask.bits, _INT32),
+    ]
+    return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.MASK), sequence, *body])
+
+
+def encode_step(step: SchedulerOutput, *, epoch: int, sequence: int) -> bytes:
+    """Serialize one step. A steady decode step of any number of rows carries only the ids of new blocks."""
+    body = [
+        _bytes_of(step.freed_rows, _INT32),
+        None if step.admissions is None else _admissions_to_wire(step.admissions),
+        _bytes_of(step.run_rows, _INT32),
+        _bytes_of(step.run_counts, _INT32),
+        _bytes_of(step.paused_rows, _INT32),
+        [_bytes_of(ids, _INT32) for ids in step.grown_block_ids],
+        _bytes_of(step.masked_rows, _INT32),
+    ]
+    return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.STEP), sequence, *body])
+
+
+def _admissions_to_wire(admissions: Admissions) -> list[Any]:
+    columns: list[Any] = []
+    for column in fields(admissions):
+        value = getattr(admissions, column.name)
+        if column.name == "request_ids":
+            columns.append(list(value))
+        elif isinstance(value, tuple):
+            columns.append([_bytes_of(ids, _INT32) for ids in value])
+        else:
+            columns.append(_bytes_of(value, _DTYPE_OF.get(column.name, _INT32)))
+    return columns
+
+
+def encode_ready(*, epoch: int, rank: int) -> bytes:
+    return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.READY), 0, rank])
+
+
+def encode_error(*, epoch: int, sequence: int, rank: int, text: str) -> bytes:
+    body = [rank, text[:MAX_ERROR_TEXT]]
+    return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.ERROR), sequence, *body])
+
+
+def encode_bye(*, epoch: int, sequence: int, rank: int) -> bytes:
+    return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.BYE), sequence, rank])
+
+
+def encode_result(result: StepResult, *, epoch: int, sequence: int) -> bytes:
+    body = [result.digests, _bytes_of(result.tokens, _INT32), result.extras]
+    return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.RESULT), sequence, *body])
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _unpack(message: bytes, what: str) -> list[Any]:
+    try:
+        values = msgpack.unpackb(message, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        reason = str(error) or type(error).__name__
+        raise ProtocolError(f"{what} of {len(message)} bytes is no MessagePack: {reason}") from None
+    if not isinstance(values, list) or len(values) < 4:
+        raise ProtocolError(f"{what} must be an array of at least 4 values, got {_short(values)}")
+    if values[0] != PROTOCOL_VERSION or isinstance(values[0], bool):
+        raise ProtocolError(
+            f"{what} has protocol version {_short(values[0])}, this side speaks {PROTOCOL_VERSION}; "
+            "run the same rowcast on every node"
+        )
+    _integer(values[1], f"{what}: epoch", 2**63)
+    _integer(values[3], f"{what}: sequence", 2**63)
+    return values
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _integer(value: Any, what: str, limit: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
+        raise ProtocolError(f"{what} must be an integer in [0, {limit}), got {_short(value)}")
+    return value
+
+
+def _array(value: Any, what: str, dtype: np.dtype[Any] = _INT32) -> np.ndarray:
+    if not isinstance(value, bytes) or len(value) % dtype.itemsize:
+        size = f"{len(value)} bytes" if isinstance(value, bytes) else _short(value)
+        raise ProtocolError(
+            f"{what} must be bin of a multiple of {dtype.itemsize} bytes, got {size}"
+        )
+    return np.frombuffer(value, dtype)
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ProtocolError(f"{what} must be an array, got {_short(value)}")
+    return value
+
+
+def _exactly(body: list[Any], length: int, what: str) -> None:
+    if len(body) != length:
+        raise ProtocolError(f"{what} must carry {length} values, got {len(body)}")
+
+
+def _same_length(array: np.ndarray, length: int, what: str) -> None:
+    if len(array) != length:
+        raise ProtocolError(f"{what} must have {length} entries, got {len(array)}")
+
+
+def decode_frame(message: bytes) -> Frame:
+    """Read one message to the workers; arrays are read-only views of `message`.
+
+    Checks form alone (types, lengths, version); whether rows and counts fit the tables is the worker's check.
+    Raises: ProtocolError for anything that the module docstring does not describe.
+    """
+    values = _unpack(message, "frame")
+    epoch, kind, sequence, body = values[1], values[2], values[3], values[4:]
+    if isinstance(kind, bool) or kind not in tuple(FrameKind):
+        raise ProtocolError(f"frame has unknown kind {_short(kind)}")
+    kind = FrameKind(kind)
+    if (sequence == 0) != (kind is FrameKind.HELLO):
+        raise ProtocolError(f"{kind.name.lower()} frame cannot have sequence {sequence}")
+    decoded: SchedulerOutput | Mask | ControlOperation | None = None
+    if kind is FrameKind.HELLO:
+        _exactly(body, 0, "hello frame")
+    elif kind is FrameKind.STEP:
+        decoded = _step_from_wire(body)
+    elif kind is FrameKind.MASK:
+        decoded = _mask_from_wire(body)
+    else:
+        _exactly(body, 1, "control frame")
+        operation = _integer(body[0], "control frame: operation", 2**31)
+        if operation not in tuple(ControlOperation):
+            raise ProtocolError(f"control frame has unknown operation {operation}")
+        decoded = ControlOperation(operation)
+    return Frame(epoch=epoch, kind=kind, sequence=sequence, body=decoded)
+
+
+def _step_from_wire(body: list[Any]) -> SchedulerOutput:
+    _exactly(body, 7, "step frame")
+    run_rows = _array(body[2], "step frame: run_rows")
+    run_counts = _array(body[3], "step frame: run_counts")
+    _same_length(run_counts, len(run_rows), "step frame: run_counts")
+    grown = tuple(
+        _array(ids, f"step frame: grown_block_ids of group {group}")
+        for group, ids in enumerate(_list(body[5], "step frame: grown_block_ids"))
+    )
+    return SchedulerOutput(
+        freed_rows=_array(body[0], "step frame: freed_rows"),
+        admissions=None if body[1] is None else _admissions_from_wire(body[1], len(grown)),
+        run_rows=run_rows,
+        run_counts=run_counts,
+        paused_rows=_array(body[4], "step frame: paused_rows"),
+        grown_block_ids=grown,
+        masked_rows=_array(body[6], "step frame: masked_rows"),
+    )
+
+
+def _admissions_from_wire(value: Any, num_groups: int) -> Admissions:
+    columns = fields(Admissions)
+    values = _list(value, "admissions")
+    _exactly(values, len(columns), "admissions")
+    decoded: dict[str, Any] = {}
+    for column, raw in zip(columns, values, strict=True):
+        what = f"admissions: {column.name}"
+        if column.name == "request_ids":
+            ids = tuple(_list(raw, what))
+            for request_id in ids:
+                if not isinstance(request_id, str) or len(request_id) > MAX_REQUEST_ID_BYTES:
+                    raise ProtocolError(
+                        f"{what} must be strings of at most {MAX_REQUEST_ID_BYTES} characters, "
+                        f"got {_short(request_id)}"
+                    )
+            decoded[column.name] = ids
+        elif column.name in ("num_blocks", "block_ids"):
+            groups = _list(raw, what)
+            if len(groups) != num_groups:
+                raise ProtocolError(f"{what} must have {num_groups} KV groups, got {len(groups)}")
+            decoded[column.name] = tuple(_array(ids, what) for ids in groups)
+        else:
+            decoded[column.name] = _array(raw, what, _DTYPE_OF.get(column.name, _INT32))
+    admissions = Admissions(**decoded)
+    count = len(admissions.rows)
+    if count == 0:
+        raise ProtocolError("admissions must name at least one row, or be nil")
+    _same_length(np.empty(len(admissions.request_ids)), count, "admissions: request_ids")
+    for name in _PER_REQUEST:
+        _same_length(getattr(admissions, name), count, f"admissions: {name}")
+    _lengths_add_up(admissions.num_tokens, admissions.token_ids, "admissions: token_ids")
+    for group, (counts, ids) in enumerate(
+        zip(admissions.num_blocks, admissions.block_ids, strict=True)
+    ):
+        _same_length(counts, count, f"admissions: num_blocks of group {group}")
+        _lengths_add_up(counts, ids, f"admissions: block_ids of group {group}")
+    return admissions
+
+
+def _lengths_add_up(lengths: np.ndarray, flat: np.ndarray, what: str) -> None:
+    total = int(lengths.sum(dtype=np.int64))
+    if len(lengths) and int(lengths.min()) < 0:
+        raise ProtocolError(f"{what}: a length is negative ({int(lengths.min())})")
+    if total != len(flat):
+        raise ProtocolError(f"{what} must have {total} entries as its lengths say, got {len(flat)}")
+
+
+def _mask_from_wire(body: list[Any]) -> Mask:
+    _exactly(body, 4, "mask frame")
+    rows = _array(body[1], "mask frame: rows")
+    words = _integer(body[2], "mask frame: words_per_row", 2**26)
+    bits = _array(body[3], "mask frame: bits")
+    _same_length(bits, len(rows) * words, "mask frame: bits")
+    return Mask(
+        step_sequence=_integer(body[0], "mask frame: step_sequence", 2**63),
+        rows=rows,
+        bits=bits.reshape(len(rows), words),
+    )
+
+
+def decode_report(message: bytes) -> WorkerReport:
+    """Read one message from a worker.
+
+    Raises: ProtocolError for anything that the module docstring does not describe.
+    """
+    values = _unpack(message, "report")
+    epoch, kind, sequence, body = values[1], values[2], values[3], values[4:]
+    if isinstance(kind, bool) or kind not in tuple(ResultKind):
+        raise ProtocolError(f"report has unknown kind {_short(kind)}")
+    kind = ResultKind(kind)
+    if kind is ResultKind.RESULT:
+        _exactly(body, 3, "result")
+        digests, extras = body[0], body[2]
+        if not isinstance(digests, bytes) or len(digests) % 8:
+            raise ProtocolError(
+                f"result: digests must be bin of 8 bytes a rank, got {_short(digests)}"
+            )
+        if extras is not None and not isinstance(extras, dict):
+            raise ProtocolError(f"result: extras must be a map or nil, got {_short(extras)}")
+        tokens = _array(body[1], "result: tokens")
+        for batch_index in extras or {}:
+            _integer(batch_index, "result: a key of extras", max(len(tokens), 1))
+        result = StepResult(tokens=tokens, digests=digests, extras=extras)
+        return WorkerReport(epoch=epoch, kind=kind, sequence=sequence, result=result)
+    _exactly(body, 2 if kind is ResultKind.ERROR else 1, f"{kind.name.lower()} report")
+    rank = _integer(body[0], f"{kind.name.lower()} report: rank", 2**31)
+    text = body[1] if kind is ResultKind.ERROR else ""
+    if not isinstance(text, str):
+        raise ProtocolError(f"error report: text must be a string, got {_short(text)}")
+    return WorkerReport(epoch=epoch, kind=kind, sequence=sequence, rank=rank, text=text)
