@@ -1,0 +1,201 @@
+"""Build `tokenizer.json` and `tokenizer_config.json` from a GGUF file's metadata, with the `tokenizers` package.
+
+GGUF stores a byte-level BPE whole (tokens, merges, kinds) but for one thing: how text is split before the merges, of
+which it has only a name, `tokenizer.ggml.pre`. `_PRE_TOKENIZERS` holds those that we know exactly; another name is
+refused, because a guess gives other ids for some text and no error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "</s>",
+    "<|end|>",
+)
+"""Control tokens that end a turn in the model families that use them, beside the one that the file names as its EOS."""
+
+
+class Metadata(Protocol):
+    """The key-value part of a GGUF file, as `convert_gguf` reads it."""
+
+    path: Path
+
+    def get(self, key: str, default: Any = None) -> Any: ...
+
+    def require(self, key: str) -> Any: ...
+
+
+def write_tokenizer(metadata: Metadata, out_dir: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json.
+
+    Raises: ValueError when the tokenizer is not a byte-level BPE or its text splitting is unknown.
+    """
+    tokens = metadata.require("tokenizer.ggml.tokens")
+    tokenizer = _byte_level_bpe(metadata, tokens)
+    _write(out_dir / "tokenizer.json", tokenizer.to_str(pretty=True))
+    config: dict[str, Any] = {
+        # The class that takes tokenizer.json as it is; a named one (GPT2Tokenizer) rebuilds its splitting.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": metadata.require("llama.context_length"),
+    }
+    for role, key in (
+        ("bos_token", "bos_token_id"),
+        ("eos_token", "eos_token_id"),
+        ("unk_token", "unknown_token_id"),
+        ("pad_token", "padding_token_id"),
+    ):
+        token_id = _token_id(metadata, key, tokens)
+        if token_id is not None:
+            config[role] = tokens[token_id]
+    _write(out_dir / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False))
+
+
+def chat_template(metadata: Metadata) -> str | None:
+    return metadata.get("tokenizer.chat_template")
+
+
+def eos_token_ids(metadata: Metadata) -> list[int]:
+    """Every token that ends an answer, the file's own EOS first.
+
+    A chat model's EOS is its end of turn (`<|im_end|>`); it also must stop at its end of text, which the metadata has
+    no field for, so the well-known names among the control tokens are added.
+    """
+    tokens = metadata.require("tokenizer.ggml.tokens")
+    kinds = metadata.get("tokenizer.ggml.token_type") or []
+    ids = [
+        _token_id(metadata, key, tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")
+    ]
+    place_of = {
+        token: place for place, token in enumerate(tokens[: len(kinds)]) if kinds[place] == _CONTROL
+    }
+    ids += [place_of.get(token) for token in _END_TOKENS]
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    path = metadata.path
+    model = metadata.require("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise ValueError(
+            f"{path} has a tokenizer of kind {model!r}; the conversion supports byte-level BPE ('gpt2') only: "
+            "give the model's Hugging Face folder instead"
+        )
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise ValueError(
+            f"{path} names {len(tokens) - len(vocab)} tokens twice; its tokenizer is damaged"
+        )
+    merges = [_pair(merge, path) for merge in metadata.require("tokenizer.ggml.merges")]
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    try:
+        bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path} has a tokenizer whose merges do not fit: {error}") from error
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre, path)
+    tokenizer.decoder = decoders.ByteLevel()
+    _set_post_processor(tokenizer, metadata, tokens)
+    kinds = metadata.get("tokenizer.ggml.token_type") or []
+    added = [
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, kind in zip(tokens, kinds, strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def _pre_tokenizer(name: str, path: Path) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    known = {
+        "gpt-2": lambda: byte_level,
+        # Every digit is a token of its own, then GPT-2's splitting.
+        "smollm": lambda: pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), byte_level]
+        ),
+        "llama-bpe": lambda: pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+    }
+    if name not in known:
+        raise ValueError(
+            f"{path} splits text the {name!r} way; the conversion knows {', '.join(known)}: "
+            "give the model's Hugging Face folder instead"
+        )
+    return known[name]()
+
+
+def _set_post_processor(tokenizer: Tokenizer, metadata: Metadata, tokens: list[str]) -> None:
+    from tokenizers import processors
+
+    byte_level = processors.ByteLevel(trim_offsets=True)
+    if not _adds_bos(metadata):
+        tokenizer.post_processor = byte_level
+        return
+    bos_id = _token_id(metadata, "bos_token_id", tokens)
+    if bos_id is None:
+        raise ValueError(
+            f"{metadata.path} puts a BOS token before each text but names none; its tokenizer is damaged"
+        )
+    bos = tokens[bos_id]
+    template = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+    )
+    tokenizer.post_processor = processors.Sequence([byte_level, template])
+
+
+def _adds_bos(metadata: Metadata) -> bool:
+    """llama.cpp's rule: what the file says, else only Llama 3's tokenizer does."""
+    default = metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
+
+
+def _token_id(metadata: Metadata, key: str, tokens: list[str]) -> int | None:
+    token_id = metadata.get(f"tokenizer.ggml.{key}")
+    if token_id is not None and not 0 <= token_id < len(tokens):
+        raise ValueError(
+            f"{metadata.path} has {key} {token_id}; its vocabulary is [0, {len(tokens)})"
+        )
+    return token_id
+
+
+def _pair(merge: str, path: Path) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space or not left or not right:
+        raise ValueError(f"{path} has a merge {merge!r}, not two pieces; its tokenizer is damaged")
+    return left, right
+
+
+def _write(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fchmod(file.fileno(), 0o644)
+        os.fsync(file.fileno())
