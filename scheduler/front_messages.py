@@ -14,7 +14,7 @@ Scheduler to front:
 
     outputs   [epoch, numbers, tokens, finish_codes]   one entry a token; token -1 when an end brings none;
                                                  finish_codes bin of int8, a FinishCode each
-    refused   [number, reason, text]             a RefusalReason; the request is over (never queued, or ended by an error)
+    refused   [number, reason, text]             a RefusalReason; the request is over (never queued, or an error)
 
 submit_key is 24 bytes (client uuid, counter): the same key twice is the same request. output_token_ids are tokens that
 the request already has (resubmission). seed is in [0, 2**63), always drawn. params is

@@ -15,8 +15,8 @@ Result, worker to scheduler: `[version, epoch, kind, *]`.
     result   [.., sequence, digests, tokens, extras]     rank 0 alone
 
 `version` is PROTOCOL_VERSION. `epoch` (time_ns) names one life of the worker group. One `sequence` counts step, mask
-and control frames from 1, without gaps. Integer lists are `bin` fields of little-endian int32, named below where they are
-anything else. Never pickle.
+and control frames from 1, without gaps. Integer lists are `bin` fields of little-endian int32; what is anything else is
+named below. Never pickle.
 
     freed_rows      rows finished, aborted or preempted
     admissions      nil, or the columns of `Admissions` in the order of its fields; strings are an array of str, the two
