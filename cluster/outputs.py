@@ -1,0 +1,64 @@
+"""What a caller gets back for one request. Names and meanings follow vLLM's, so that a script ports by its import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds on the clock of the process that took it in.
+
+    Only differences mean something. A time is None until it has come.
+    """
+
+    arrival_time_s: float
+    first_token_time_s: float | None = None
+    finished_time_s: float | None = None
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        if self.first_token_time_s is None:
+            return None
+        return self.first_token_time_s - self.arrival_time_s
+
+    @property
+    def total_s(self) -> float | None:
+        if self.finished_time_s is None:
+            return None
+        return self.finished_time_s - self.arrival_time_s
+
+
+@dataclass(kw_only=True, slots=True)
+class CompletionOutput:
+    """One answer to a prompt, as far as it has come.
+
+    token_ids: every sampled token, the one that ended the answer too. text: their text, without special tokens.
+    finish_reason: None while it runs; "stop" by an end or stop token, "length" by max_tokens or max_model_len.
+    stop_reason: the stop token id that ended it, when the caller named it; None for the model's own end.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestOutput:
+    """One request and its answers. prompt is None when the caller gave token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None

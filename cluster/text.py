@@ -1,0 +1,370 @@
+"""Text to token ids and back: the tokenizer, the chat template and the incremental detokenizer of one model folder.
+
+Used by fronts and by the embedded engine. Needs `tokenizers` and jinja2 only: transformers' tokenizer class takes 3.5 s
+to load because it imports torch. Gives the ids and the text that transformers gives on the same folder. The tokenizer
+is read at first use, so a folder without tokenizer.json still serves callers who send token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .chat_template import ChatTemplate, load_chat_templates
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_REPLACEMENT = "\ufffd"
+"""What a tokenizer prints for bytes that are no UTF-8 (yet)."""
+
+
+class TextProcessor:
+    """The text side of one model folder. Thread-safe: nothing changes after the first use of a part.
+
+    Raises: ValueError from each text function when the folder lacks what it needs.
+    """
+
+    def __init__(self, model_dir: str | Path):
+        self.model_dir = Path(model_dir)
+        self._lock = threading.Lock()
+        self._loaded: Tokenizer | None = None
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    # Facts of the folder
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.model_dir / "tokenizer.json").is_file()
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer: generation_config.json's, else config.json's; there may be several or none."""
+        for values in (self._json("generation_config.json"), self._model_config):
+            ids = values.get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        return ()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """How many token ids the model knows: rows of its embedding, of which the tokenizer may name fewer."""
+        size = self._model_config.get("vocab_size")
+        return int(size) if size is not None else self._tokenizer.get_vocab_size()
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token, ... -> their text, as chat templates see them."""
+        named: dict[str, str] = {}
+        # The second file is what older folders have; an entry of the first one wins.
+        for values in (self._json("special_tokens_map.json"), self._tokenizer_config):
+            for name in _SPECIAL_TOKENS:
+                token = values.get(name)
+                if isinstance(token, Mapping):
+                    token = token.get("content")
+                if isinstance(token, str):
+                    named[name] = token
+        return {name: named[name] for name in _SPECIAL_TOKENS if name in named}
+
+    # Text to ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the BOS that the model's tokenizer puts before it, if it does.
+
+        Raises: ValueError for text that is not Unicode (a lone surrogate); TypeError for something that is no text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"a prompt's text must be a str, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not valid Unicode at character {error.start}: {error.reason}; "
+                "remove the lone surrogate"
+            ) from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt's text for a conversation: `[{"role": "user", "content": "..."}]`.
+
+        `variables` (tools, documents, enable_thinking, ...) go to the template by their names. The text already holds
+        the special tokens: encode it with `add_special_tokens=False`, or use `encode_chat`.
+
+        Raises: ValueError when the model has no template, or the template refuses the messages.
+        """
+        template = self._chat_template(tools=bool(variables.get("tools")))
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables={**self.special_tokens, **variables},
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation. The template writes the BOS itself, so none is added."""
+        text = self.apply_chat_template(messages, add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+    # Ids to text
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; an id that the tokenizer does not name gives no text."""
+        return self._tokenizer.decode(
+            [int(token_id) for token_id in token_ids], skip_special_tokens=skip_special_tokens
+        )
+
+    # Parts, each read once
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self._loaded is None:
+            with self._lock:
+                if self._loaded is None:
+                    self._loaded = self._load_tokenizer()
+        return self._loaded
+
+    def _load_tokenizer(self) -> Tokenizer:
+        from tokenizers import Tokenizer
+
+        path = self.model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(
+                f"{self.model_dir} has no tokenizer.json, so it takes and gives token ids only; "
+                "send prompts as lists of token ids, or add the file"
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"cannot read {path}: {error}") from error
+        # A file may carry the training run's own limits; a prompt is never cut or padded silently.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._add_configured_tokens(tokenizer)
+        self._set_configured_bos_and_eos(tokenizer)
+        return tokenizer
+
+    def _add_configured_tokens(self, tokenizer: Tokenizer) -> None:
+        """Older folders name special tokens in tokenizer_config.json that tokenizer.json does not mark."""
+        marked = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        missing = [token for token in self.special_tokens.values() if token not in marked]
+        if missing:
+            tokenizer.add_special_tokens(list(dict.fromkeys(missing)))
+
+    def _set_configured_bos_and_eos(self, tokenizer: Tokenizer) -> None:
+        """`add_bos_token` and `add_eos_token`, where given, overrule tokenizer.json (as in transformers)."""
+        from tokenizers import processors
+
+        flags = {
+            role: self._tokenizer_config.get(f"add_{role}_token", False) for role in ("bos", "eos")
+        }
+        given = any(f"add_{role}_token" in self._tokenizer_config for role in flags)
+        if not given and tokenizer.post_processor is not None:
+            return
+        added = {
+            role: self.special_tokens[f"{role}_token"]
+            for role, wanted in flags.items()
+            if wanted and f"{role}_token" in self.special_tokens
+        }
+        single = " ".join(filter(None, (added.get("bos"), "$A", added.get("eos"))))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single,
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in added.values()],
+        )
+
+    def _chat_template(self, *, tools: bool) -> ChatTemplate:
+        name = "tool_use" if tools and "tool_use" in self._chat_templates else "default"
+        source = self._chat_templates.get(name)
+        if source is None:
+            raise ValueError(
+                f"{self.model_dir} has no chat template; send the prompt as text, or add chat_template.jinja"
+            )
+        with self._lock:
+            if name not in self._compiled:
+                self._compiled[name] = ChatTemplate(source)
+            return self._compiled[name]
+
+    @cached_property
+    def _chat_templates(self) -> dict[str, str]:
+        return load_chat_templates(self.model_dir, self._tokenizer_config)
+
+    @cached_property
+    def _tokenizer_config(self) -> dict[str, Any]:
+        return self._json("tokenizer_config.json")
+
+    @cached_property
+    def _model_config(self) -> dict[str, Any]:
+        """config.json; a multimodal model's text part lies one level down."""
+        config = self._json("config.json")
+        return {**config, **config.get("text_config", {})}
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.model_dir / name
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        return values
+
+    # What the incremental detokenizer asks
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The ids that decoding skips."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def max_unsure_characters(self) -> int:
+        """How many trailing U+FFFD of a text the next token may still turn into a character.
+
+        A byte-level decoder prints one for an unfinished character, a byte-fallback decoder one for each of its bytes.
+        """
+        return 1 if "ByteLevel" in str(self._tokenizer.decoder) else 3
+
+    def names(self, token_id: int) -> bool:
+        """Whether the tokenizer has a token of this id."""
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is one byte of a byte-fallback vocabulary (`<0xE1>`)."""
+        token = self._tokenizer.id_to_token(token_id)
+        return token is not None and len(token) == 6 and token.startswith("<0x")
+
+
+class IncrementalDetokenizer:
+    """Turn one request's output tokens into text as they come; never half a character.
+
+    `append` returns only what no later token can change: the bytes of an unfinished character are held until it is
+    complete, or until the request ends, which flushes them as U+FFFD. All pieces together are the output's text as it
+    reads after the prompt: `decode(prompt + output)` without the prompt's part. When the prompt itself ends inside a
+    character, the output that completes it begins with that character.
+
+    Only a window of recent tokens is decoded again, so a token costs the same however long the output is. Belongs to
+    one thread. Without a tokenizer (the folder has none) every piece is "".
+
+    Example: byte tokens F0 9F | 98 | 80 -> "", "", one emoji.
+    """
+
+    _CONTEXT_TOKENS = 6
+    _WINDOW_TOKENS = 24
+
+    def __init__(
+        self,
+        processor: TextProcessor,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+    ):
+        self._processor = processor
+        self._skip_special_tokens = skip_special_tokens
+        self._has_text = processor.has_tokenizer
+        # The recent tokens that have text, decoded at each append: a few that are only context, then the new ones.
+        self._window: list[int] = []
+        # Of the window's text, what callers already have or what is the prompt's.
+        self._given = ""
+        # An unfinished character at the prompt's end: the prompt's, unless the output completes it.
+        self._prompt_tail = ""
+        # The window's length when its text last ended between two characters.
+        self._whole = 0
+        if self._has_text:
+            self._window = self._prompt_context(prompt_ids)
+            text = self._decode()
+            self._given = self._without_unsure(text)
+            self._prompt_tail = text[len(self._given) :]
+            self._whole = 0 if self._prompt_tail else len(self._window)
+
+    def append(self, token_ids: Iterable[int], finished: bool) -> str:
+        """The new text after `token_ids`; with `finished`, also what was held."""
+        if not self._has_text:
+            return ""
+        self._window.extend(token_id for token_id in map(int, token_ids) if self._shows(token_id))
+        text = self._decode()
+        sure = text if finished else self._without_unsure(text)
+        if self._prompt_tail and sure.startswith(self._given + self._prompt_tail):
+            self._given += self._prompt_tail
+            self._prompt_tail = ""
+        if (
+            not sure.startswith(self._given)
+            and sure != text
+            and len(self._window) <= 2 * self._WINDOW_TOKENS
+        ):
+            # A byte-fallback decoder prints a whole run of bytes as U+FFFD while the last character is unfinished.
+            return ""
+        new = sure[len(self._given) :]
+        if new:
+            self._given = sure
+            self._prompt_tail = ""
+        if not finished:
+            self._slide(is_whole=sure == text)
+        return new
+
+    def _slide(self, *, is_whole: bool) -> None:
+        """Forget old tokens once the window is long, without changing what is still to be given."""
+        cut = 0
+        if is_whole:
+            cut, self._whole = self._whole, len(self._window)
+        elif len(self._window) - self._whole > self._WINDOW_TOKENS:
+            # Each token ends inside a character, or the model talks no UTF-8: there is no good place to cut.
+            cut = len(self._window) - self._CONTEXT_TOKENS
+        if len(self._window) <= self._WINDOW_TOKENS or not cut:
+            return
+        rest = self._processor.decode(self._window[cut:], skip_special_tokens=False)
+        if not rest:
+            return  # Some decoders strip the space of a text's first word: context must have text.
+        self._window = self._window[cut:]
+        self._given = self._without_unsure(rest)
+        self._whole = len(self._window) if is_whole else 0
+
+    def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The last few prompt tokens that have text, and not the middle of a run of single bytes."""
+        context: list[int] = []
+        for token_id in map(int, reversed(prompt_ids[-256:])):
+            if not self._shows(token_id):
+                continue
+            if len(context) >= self._CONTEXT_TOKENS and not self._processor.is_byte_token(
+                context[-1]
+            ):
+                break
+            context.append(token_id)
+        return context[::-1]
+
+    def _shows(self, token_id: int) -> bool:
+        if self._skip_special_tokens and token_id in self._processor.special_token_ids:
+            return False
+        return self._processor.names(token_id)
+
+    def _decode(self) -> str:
+        return self._processor.decode(self._window, skip_special_tokens=False)
+
+    def _without_unsure(self, text: str) -> str:
+        """The text without the trailing U+FFFD that the next token may turn into a character."""
+        sure = len(text)
+        least = max(0, sure - self._processor.max_unsure_characters)
+        while sure > least and text[sure - 1] == _REPLACEMENT:
+            sure -= 1
+        return text[:sure]
