@@ -1,0 +1,112 @@
+"""How the Numba twins are compiled, cached and threaded. It holds no kernel.
+
+The cache lies under XDG_CACHE_HOME/rowcast/numba, in a folder keyed by a hash of every source in kernels/cpu. Numba
+itself looks only at the file that holds a function: an edited helper would leave its callers' cached code stale, and
+beside the sources (its default place) a read-only install cannot write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+# What a twin may assume of floating point: sums may be reordered and multiplied-added in one step, as any BLAS does.
+# NaN and infinity keep their meaning ("nnan" and "ninf" are left out), so a NaN that leaks stays visible.
+FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+
+_threads = 1
+
+
+def _sources_digest() -> str:
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(base) / "rowcast" / "numba" / _sources_digest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # no home to write to: compile again in each boot rather than not at all
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        folder = Path(tempfile.gettempdir()) / f"rowcast-numba-{user}" / folder.name
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+CACHE_DIR = _cache_dir()
+
+
+def is_compiled() -> bool:
+    """Whether an earlier process left compiled twins of these very sources: if not, importing them takes a while."""
+    return any(CACHE_DIR.rglob("*.nbc"))
+
+
+def jit(*signature: str, parallel: bool = False, **options: Any) -> Callable[[Callable], Any]:
+    """`numba.njit` with our cache folder and floating-point rules; a signature compiles at import.
+
+    The folder is set for the length of this call only, so that other users of Numba in this process keep theirs.
+    """
+
+    def decorate(function: Callable) -> Any:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(CACHE_DIR)
+        try:
+            return numba.njit(
+                *signature,
+                cache=True,
+                nogil=True,
+                boundscheck=False,
+                error_model="numpy",
+                fastmath=FASTMATH,
+                parallel=parallel,
+                **options,
+            )(function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+    return decorate
+
+
+def set_threads(num_threads: int) -> None:
+    """Say how many threads the parallel twins use in this process; 1 (the start value) selects the serial ones.
+
+    Raises: ValueError if num_threads is below 1 or above what Numba can start in this process.
+    """
+    global _threads
+    most = numba.config.NUMBA_NUM_THREADS
+    if not 1 <= num_threads <= most:
+        raise ValueError(
+            f"num_threads must be between 1 and {most} (the cores this process may use), got {num_threads}"
+        )
+    _threads = num_threads
+
+
+def get_threads() -> int:
+    """The thread count last given to `set_threads`."""
+    return _threads
+
+
+def refuse(kernel: str, **arrays: tuple[np.ndarray, str, int]) -> ValueError:
+    """Name the argument that no compiled version of `kernel` takes: each value is (array, dtype wanted, dimensions)."""
+    for name, (array, dtype, ndim) in arrays.items():
+        if not isinstance(array, np.ndarray):
+            return ValueError(f"{kernel}: {name} must be a NumPy array, got {type(array).__name__}")
+        if array.dtype != np.dtype(dtype):
+            return ValueError(f"{kernel}: {name} must be {dtype}, got {array.dtype}")
+        if array.ndim != ndim:
+            return ValueError(
+                f"{kernel}: {name} must have {ndim} dimensions, got shape {array.shape}"
+            )
+        if ndim == 1 and not array.flags.c_contiguous:
+            return ValueError(f"{kernel}: {name} must be contiguous, got strides {array.strides}")
+    return ValueError(f"{kernel}: sizes must be whole numbers and arrays writable")

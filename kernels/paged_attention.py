@@ -1,0 +1,294 @@
+"""Causal attention over the paged KV cache, prefill and decode in one call, any group size, head_dim and block_size.
+
+    out[token, head] = softmax(scale * q[token, head] . K[0 .. position]) @ V[0 .. position],  kv_head = head // group
+    position of a request's query j = seq_len - query_len + j
+
+program_id(0) is a tile of query tokens, counted over all requests: request i's tiles start at
+query_start_loc[i] // TILE_TOKENS + i, which leaves every request room for ceil(query_len / TILE_TOKENS) of them and
+depends on nothing that the host would have to fetch from the device; a program finds its request by bisection, and one
+without work returns. program_id(1) is (KV head, tile of the heads of its group). A tile's rows are (token, head).
+Keys come BLOCK_N at a time, each key's page looked up on its own, so a page may have any size. What lies behind the
+last visible key (NaN in pages used before, junk table entries, block 0) is masked in the loads and never touched.
+
+Layout: query and out packed behind dimension 0, caches as in kv_write.py. Sources: online softmax, Milakov and
+Gimelshein 2018 (arXiv 1805.02867); tiles of (token, head) rows over pages, Kwon et al. 2023 (arXiv 2309.06180).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ._checks import check_cache, check_int_tensors
+
+LOG2_E = math.log2(math.e)
+MAX_HEADS_A_TILE = 64
+
+
+@triton.jit
+def _request_of_tile(query_start_loc, num_reqs, tile, TILE_TOKENS: tl.constexpr):
+    """The last batch_index whose first tile is not behind `tile`."""
+    low = 0
+    high = num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        first_tile = tl.load(query_start_loc + middle) // TILE_TOKENS + middle
+        if first_tile <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _paged_attention_kernel(
+    query,  # [num_tokens, num_heads, head_dim]
+    key_cache,  # [num_blocks, num_kv_heads, block_size, head_dim]
+    value_cache,  # [num_blocks, num_kv_heads, block_size, head_dim]
+    block_table,  # [num_reqs, max_blocks] int32
+    seq_lens,  # [num_reqs] int32
+    query_start_loc,  # [num_reqs + 1] int32
+    out,  # [num_tokens, num_heads, head_dim], written
+    scale_log2,  # scale * log2(e): the softmax is taken in powers of two
+    num_reqs,
+    query_stride,  # items from one token to the next
+    out_stride,
+    key_cache_stride,  # items from one block to the next
+    value_cache_stride,
+    block_table_stride,  # items from one request to the next
+    GROUP: tl.constexpr,  # query heads a KV head
+    HEADS: tl.constexpr,  # of them in one tile
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,  # next power of two, at least 16
+    BLOCK_SIZE: tl.constexpr,  # tokens a page
+    TILE_TOKENS: tl.constexpr,  # query tokens a tile
+    BLOCK_M: tl.constexpr,  # rows a tile, >= TILE_TOKENS * HEADS
+    BLOCK_N: tl.constexpr,  # keys an iteration
+):
+    tile = tl.program_id(0)
+    head_tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // head_tiles
+    first_head = (tl.program_id(1) % head_tiles) * HEADS  # within the group
+
+    batch_index = _request_of_tile(query_start_loc, num_reqs, tile, TILE_TOKENS)
+    start = tl.load(query_start_loc + batch_index)
+    query_len = tl.load(query_start_loc + batch_index + 1) - start
+    first_token = (tile - (start // TILE_TOKENS + batch_index)) * TILE_TOKENS
+    seq_len = tl.load(seq_lens + batch_index)
+    if (first_token >= query_len) | (seq_len <= 0):
+        return
+
+    m = tl.arange(0, BLOCK_M)
+    token = first_token + m // HEADS  # within the request
+    head = first_head + m % HEADS  # within the group
+    row_real = (m // HEADS < TILE_TOKENS) & (token < query_len) & (head < GROUP)
+    d = tl.arange(0, HEAD_DIM_PADDED)
+    d_real = d < HEAD_DIM
+    row_item = (kv_head * GROUP + head) * HEAD_DIM
+    flat_token = (start + token).to(tl.int64)
+    q_mask = row_real[:, None] & d_real[None, :]
+    q = tl.load(
+        query + (flat_token * query_stride + row_item)[:, None] + d[None, :], mask=q_mask, other=0.0
+    )
+
+    # Rows that are padding see what the tile's last token sees, so that no row is without a key.
+    last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
+    position = seq_len - query_len + tl.minimum(token, last_token)
+    num_keys = seq_len - query_len + last_token + 1
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    pages = block_table + batch_index.to(tl.int64) * block_table_stride
+    head_offset = kv_head * (BLOCK_SIZE * HEAD_DIM)
+    n = tl.arange(0, BLOCK_N)
+    for first_key in range(0, num_keys, BLOCK_N):
+        key_position = first_key + n
+        key_real = key_position < num_keys
+        block_id = tl.load(pages + key_position // BLOCK_SIZE, mask=key_real, other=0).to(tl.int64)
+        in_block = head_offset + (key_position % BLOCK_SIZE) * HEAD_DIM
+        k = tl.load(
+            key_cache + (block_id * key_cache_stride + in_block)[None, :] + d[:, None],
+            mask=key_real[None, :] & d_real[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        scores = tl.where(key_position[None, :] <= position[:, None], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(weights, axis=1)
+        row_max = new_max
+        v = tl.load(
+            value_cache + (block_id * value_cache_stride + in_block)[:, None] + d[None, :],
+            mask=key_real[:, None] & d_real[None, :],
+            other=0.0,
+        )
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+
+    acc = acc / row_sum[:, None]
+    tl.store(
+        out + (flat_token * out_stride + row_item)[:, None] + d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=q_mask,
+    )
+
+
+def paged_attention_config(
+    *, num_tokens: int, num_reqs: int, group: int, head_dim: int, itemsize: int
+) -> dict[str, int]:
+    """The tile sizes and launch options for a step of this shape; fixed, since tuning while serving looks like a hang.
+
+    Units: num_tokens counts padding too; itemsize is bytes.
+    Example: 32 decoding requests, group 3, head_dim 64 in bf16: 16 rows of 5 tokens by 3 heads, 64 keys a turn.
+    """
+    head_tiles = -(-group // MAX_HEADS_A_TILE)
+    heads = -(-group // head_tiles)
+    padded = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = padded * itemsize
+    # Only decode: as few rows as the tensor cores take. Some prefill: rows enough to reuse each key, as far as the
+    # accumulator stays in registers.
+    rows = (
+        16
+        if num_tokens <= num_reqs
+        else (128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32)
+    )
+    block_m = max(rows, triton.next_power_of_2(heads))
+    # K and V tiles of two pipeline stages stay within the 64 KiB that gfx942 has, and half of what sm_80 has.
+    block_n = max(16, min(64, 16384 // row_bytes))
+    return {
+        "HEADS": heads,
+        "HEAD_DIM_PADDED": padded,
+        "TILE_TOKENS": block_m // heads,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": 8 if block_m * padded >= 128 * 128 else 4,
+        "num_stages": 2,
+    }
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attend from this step's queries to all keys of their requests, whose K and V are in the cache already.
+
+    Shapes: query, out [num_tokens, num_heads, head_dim], out is written; key_cache, value_cache [num_blocks,
+        num_kv_heads, block_size, head_dim], packed behind the first dimension; block_table [num_reqs, max_blocks],
+        seq_lens [num_reqs], query_start_loc [num_reqs + 1] int32, in batch order.
+    Units: seq_lens counts the tokens of this step. A request of seq_len 0 reads and writes nothing; rows of out at
+        and behind query_start_loc[-1] keep what they held.
+    Example: seq_lens [32, 24], query_start_loc [0, 1, 9]: token 0 sees 32 keys, tokens 1 to 8 see 17 to 24.
+    Raises: ValueError for shapes, strides, dtypes or devices that do not fit together.
+    Source: see the module.
+    """
+    check_int_tensors(
+        "paged_attention",
+        block_table=(block_table, torch.int32, 2),
+        seq_lens=(seq_lens, torch.int32, 1),
+        query_start_loc=(query_start_loc, torch.int32, 1),
+    )
+    check_cache("paged_attention", key_cache, value_cache)
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    num_reqs = seq_lens.shape[0]
+    if query_start_loc.shape[0] != num_reqs + 1 or block_table.shape[0] < num_reqs:
+        raise ValueError(
+            f"paged_attention: {num_reqs} seq_lens need {num_reqs + 1} query_start_loc and {num_reqs} "
+            f"block_table rows, got {query_start_loc.shape[0]} and {block_table.shape[0]}"
+        )
+    if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"paged_attention: query must be [num_tokens, a multiple of {num_kv_heads}, {head_dim}] as the cache "
+            f"says, got {tuple(query.shape)}"
+        )
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor.shape != query.shape or tensor.stride()[1:] != (head_dim, 1):
+            raise ValueError(
+                f"paged_attention: {name} must be {tuple(query.shape)} packed behind its first dimension, got "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+        if tensor.dtype != key_cache.dtype or tensor.device != key_cache.device:
+            raise ValueError(
+                f"paged_attention: {name} must be {key_cache.dtype} on {key_cache.device} as the cache is, got "
+                f"{tensor.dtype} on {tensor.device}"
+            )
+    num_tokens, num_heads, _ = query.shape
+    if num_tokens == 0 or num_reqs == 0:
+        return
+    group = num_heads // num_kv_heads
+    config = paged_attention_config(
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        group=group,
+        head_dim=head_dim,
+        itemsize=query.element_size(),
+    )
+    # The last request's first tile is at most num_tokens // TILE_TOKENS + num_reqs - 1; one more closes its last.
+    num_tiles = num_tokens // config["TILE_TOKENS"] + num_reqs
+    head_tiles = -(-group // config["HEADS"])
+    _paged_attention_kernel[(num_tiles, num_kv_heads * head_tiles)](
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        scale * LOG2_E,
+        num_reqs,
+        query.stride(0),
+        out.stride(0),
+        key_cache.stride(0),
+        value_cache.stride(0),
+        block_table.stride(0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        **config,
+    )
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """The same, a query token at a time, in float64 (float32 does for the 16-bit types)."""
+    _, num_kv_heads, block_size, _ = key_cache.shape
+    group = query.shape[1] // num_kv_heads
+    wide = torch.float64 if query.dtype == torch.float32 else torch.float32
+    for batch_index, seq_len in enumerate(seq_lens.tolist()):
+        start, end = query_start_loc[batch_index : batch_index + 2].tolist()
+        if seq_len == 0:
+            continue
+        slots = [
+            (int(block_table[batch_index, position // block_size]), position % block_size)
+            for position in range(seq_len)
+        ]
+        # [seq_len, num_kv_heads, head_dim], each KV head repeated for the query heads of its group
+        keys = torch.stack([key_cache[block, :, offset] for block, offset in slots]).to(wide)
+        values = torch.stack([value_cache[block, :, offset] for block, offset in slots]).to(wide)
+        keys = keys.repeat_interleave(group, dim=1)
+        values = values.repeat_interleave(group, dim=1)
+        for flat_token in range(start, end):
+            seen = seq_len - (end - flat_token) + 1
+            scores = torch.einsum("hd,khd->hk", query[flat_token].to(wide), keys[:seen]) * scale
+            weights = torch.softmax(scores, dim=-1)
+            out[flat_token] = torch.einsum("hk,khd->hd", weights, values[:seen]).to(out.dtype)
