@@ -16,17 +16,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
-from .convert_tokenizer import chat_template, eos_token_ids, write_tokenizer
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes written, bytes in all) of the safetensors file."""
+from .convert_tokenizer import eos_token_ids, tokenizer_files
+from .progress import Stage
 
 _TOP_LEVEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -47,13 +44,13 @@ _LAYER_NAMES = {
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-def convert_gguf(gguf_path: Path, out_dir: Path, progress: Progress | None = None) -> None:
+def convert_gguf(gguf_path: Path, out_dir: Path, progress: Stage | None = None) -> None:
     """Write the model in `gguf_path` to `out_dir` in Hugging Face's form.
 
     Writes config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json and, when the
     model has one, chat_template.jinja; each file with mode 0644 and flushed to the disk. `out_dir` is made when it is
-    missing. Everything is checked before the first byte is written, but an interrupted call leaves a part: callers who
-    need all or nothing build in a temporary folder and rename.
+    missing. `progress` hears of the bytes of the weights. A call that fails or is interrupted may leave a part: callers
+    who need all or nothing build in a temporary folder and rename.
 
     Raises: ValueError, one sentence, for a file that is not GGUF, is truncated, or holds another model than a
         plain Llama.
@@ -64,19 +61,22 @@ def convert_gguf(gguf_path: Path, out_dir: Path, progress: Progress | None = Non
     config = _llama_config(reader, metadata)
     names = _hugging_face_names(reader, config, gguf_path)
 
+    texts = tokenizer_files(metadata)
+    texts["config.json"] = _json(config)
+    texts["generation_config.json"] = _json(
+        {
+            "bos_token_id": config["bos_token_id"],
+            "eos_token_id": eos_token_ids(metadata),
+            "pad_token_id": config["pad_token_id"],
+        }
+    )
+
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(metadata, out_dir)
-    template = chat_template(metadata)
-    if template is not None:
-        write_text(out_dir / "chat_template.jinja", template)
-    generation_config = {
-        "bos_token_id": config["bos_token_id"],
-        "eos_token_id": eos_token_ids(metadata),
-        "pad_token_id": config["pad_token_id"],
-    }
-    write_json(out_dir / "generation_config.json", _without_none(generation_config))
+    for file_name, text in texts.items():
+        with open(out_dir / file_name, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            _settle(file)
     _write_safetensors(out_dir / "model.safetensors", reader, names, config, progress)
-    write_json(out_dir / "config.json", _without_none(config))
 
 
 def read_gguf(path: Path) -> GGUFReader:
@@ -284,7 +284,7 @@ def _write_safetensors(
     reader: GGUFReader,
     names: dict[str, tuple[str, tuple[int, ...]]],
     config: dict[str, Any],
-    progress: Progress | None,
+    progress: Stage | None,
 ) -> None:
     """Write the file tensor by tensor, so that memory holds one dequantized tensor and not the model.
 
@@ -332,18 +332,9 @@ def _dequantized(tensor: Any, reader: GGUFReader, shape: tuple[int, ...]) -> np.
     return np.asarray(weight, dtype=np.float32).reshape(shape)
 
 
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        _settle(file)
+def _json(values: dict[str, Any]) -> str:
+    given = {key: value for key, value in values.items() if value is not None}
+    return json.dumps(given, indent=2, ensure_ascii=False) + "\n"
 
 
 def _settle(file: Any) -> None:

@@ -1,4 +1,4 @@
-"""Build `tokenizer.json` and `tokenizer_config.json` from a GGUF file's metadata, with the `tokenizers` package.
+"""Make the tokenizer's files of a Hugging Face folder from a GGUF file's metadata, with the `tokenizers` package.
 
 GGUF stores a byte-level BPE whole (tokens, merges, kinds) but for one thing: how text is split before the merges, of
 which it has only a name, `tokenizer.ggml.pre`. `_PRE_TOKENIZERS` holds those that we know exactly; another name is
@@ -8,7 +8,6 @@ refused, because a guess gives other ids for some text and no error.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,14 +43,13 @@ class Metadata(Protocol):
     def require(self, key: str) -> Any: ...
 
 
-def write_tokenizer(metadata: Metadata, out_dir: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json.
+def tokenizer_files(metadata: Metadata) -> dict[str, str]:
+    """The content of tokenizer.json, tokenizer_config.json and, when the model has one, chat_template.jinja.
 
     Raises: ValueError when the tokenizer is not a byte-level BPE or its text splitting is unknown.
     """
     tokens = metadata.require("tokenizer.ggml.tokens")
-    tokenizer = _byte_level_bpe(metadata, tokens)
-    _write(out_dir / "tokenizer.json", tokenizer.to_str(pretty=True))
+    files = {"tokenizer.json": _byte_level_bpe(metadata, tokens).to_str(pretty=True)}
     config: dict[str, Any] = {
         # The class that takes tokenizer.json as it is; a named one (GPT2Tokenizer) rebuilds its splitting.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -67,11 +65,11 @@ def write_tokenizer(metadata: Metadata, out_dir: Path) -> None:
         token_id = _token_id(metadata, key, tokens)
         if token_id is not None:
             config[role] = tokens[token_id]
-    _write(out_dir / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False))
-
-
-def chat_template(metadata: Metadata) -> str | None:
-    return metadata.get("tokenizer.chat_template")
+    files["tokenizer_config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        files["chat_template.jinja"] = template
+    return files
 
 
 def eos_token_ids(metadata: Metadata) -> list[int]:
@@ -191,11 +189,3 @@ def _pair(merge: str, path: Path) -> tuple[str, str]:
     if not space or not left or not right:
         raise ValueError(f"{path} has a merge {merge!r}, not two pieces; its tokenizer is damaged")
     return left, right
-
-
-def _write(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fchmod(file.fileno(), 0o644)
-        os.fsync(file.fileno())

@@ -12,6 +12,7 @@ Owns the lock, the temporary folder and the rename. What goes into the folder is
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -31,8 +32,13 @@ def missing_parts(folder: Path) -> list[str]:
     """What a model folder lacks to be served; empty when it is whole."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    return missing
+        return [*missing, "*.safetensors"]
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        shards = set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return missing  # One file, or an index that the loader will complain about.
+    return missing + sorted(shard for shard in shards if not (folder / shard).is_file())
 
 
 def build_once(

