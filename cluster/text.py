@@ -50,6 +50,10 @@ class TextProcessor:
     def has_tokenizer(self) -> bool:
         return (self.model_dir / "tokenizer.json").is_file()
 
+    @property
+    def has_chat_template(self) -> bool:
+        return "default" in self._chat_templates
+
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: generation_config.json's, else config.json's; there may be several or none."""
