@@ -1,0 +1,42 @@
+"""The request table: a row is filled whole and cleared whole."""
+
+from __future__ import annotations
+
+import numpy as np
+from rowcast.tests.worker.steps import admissions, i32, request
+from rowcast.worker.request_states import RequestStates
+
+
+def test_a_row_holds_what_its_admission_said():
+    states = RequestStates(max_num_seqs=4, max_model_len=8)
+    states.add(
+        admissions(
+            request(2, [5, 6, 7], [1], prompt=2, cached=1, temperature=0.5, top_p=0.9, top_k=3,
+                    seed=2**62, request_id="chat-17"),
+            request(0, [9], [2]),
+        )
+    )  # fmt: skip
+    assert states.live.tolist() == [True, False, True, False]
+    assert states.num_tokens.tolist() == [1, 0, 3, 0]
+    assert states.num_prompt_tokens.tolist() == [1, 0, 2, 0]
+    assert states.num_computed_tokens.tolist() == [0, 0, 1, 0]
+    assert states.token_ids[2].tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
+    assert states.token_ids[0].tolist() == [9] + 7 * [0]
+    assert states.temperature[2] == np.float32(0.5)
+    assert states.top_p[2] == np.float32(0.9)
+    assert (states.top_k[2], states.seeds[2]) == (3, 2**62)
+    assert states.request_ids == ["request-0", None, "chat-17", None]
+    assert states.describe(2) == "row 2 (request 'chat-17')"
+    assert states.describe(1) == "row 1 (free)"
+
+
+def test_a_cleared_row_is_like_one_never_used():
+    """Row reuse with stale values is the classic fault of persistent tables (W01)."""
+    used = RequestStates(max_num_seqs=4, max_model_len=8)
+    used.add(
+        admissions(request(1, [1, 2, 3, 4], [1], temperature=1.5, top_p=0.1, top_k=1, seed=42))
+    )
+    used.remove(i32(1))
+    fresh = RequestStates(max_num_seqs=4, max_model_len=8)
+    for name, value in vars(fresh).items():
+        assert np.array_equal(getattr(used, name), value), name

@@ -1,0 +1,213 @@
+"""What one rank remembers between steps, and the one way to change it: a step's delta, then the sampled tokens.
+
+Worker state is a pure function of the frames received and the tokens sampled. Owns both tables and the check of a step
+against them. Builds no tensors (`input_batch.py`) and needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..scheduler.agreement import Lengths, StepPlan, derive_growth, plan_step
+from ..scheduler.kv_groups import KVGroupSpec
+from ..scheduler.messages import ProtocolError, SchedulerOutput
+from . import table_changes
+from .block_tables import BlockTables, ragged_cells
+from .request_states import RequestStates
+from .step_checks import (
+    check_admissions,
+    check_block_ids,
+    check_exceptions,
+    check_freed_rows,
+    check_growth_count,
+)
+from .table_changes import TableChanges
+
+
+@dataclass(kw_only=True, slots=True)
+class _Forecast:
+    """The lengths and block counts as they will be once a step's frees and admissions are applied."""
+
+    live: np.ndarray
+    num_tokens: np.ndarray
+    num_computed_tokens: np.ndarray
+    num_blocks: tuple[np.ndarray, ...]
+
+
+class WorkerState:
+    """The request table and the block tables of one rank.
+
+    Units: max_num_seqs rows; max_model_len tokens; num_blocks pool blocks, the null block 0 included.
+    changes: None, or where every changed cell is noted (a device mirror sets it).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        groups: Sequence[KVGroupSpec],
+        num_blocks: int,
+        vocab_size: int,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.num_blocks = num_blocks
+        self.vocab_size = vocab_size
+        self.requests = RequestStates(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self.block_tables = BlockTables(
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, groups=self.groups
+        )
+        self.changes: TableChanges | None = None
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.requests.max_num_seqs
+
+    @property
+    def max_model_len(self) -> int:
+        return self.requests.max_model_len
+
+    def apply(self, step: SchedulerOutput) -> StepPlan:
+        """Check a whole step, then free, admit and grow; say who runs.
+
+        Trusts the form of `step` (`messages.decode_frame` checked it), and nothing else of it.
+        Returns: the plan, in batch order; its num_computed_tokens are those before the step.
+        Raises: ProtocolError naming what, where, expected and got; the tables are then untouched.
+        """
+        if len(step.grown_block_ids) != self.block_tables.num_groups:
+            raise ProtocolError(
+                f"step: grown_block_ids must have {self.block_tables.num_groups} KV groups, "
+                f"got {len(step.grown_block_ids)}"
+            )
+        if len(step.masked_rows):
+            raise ProtocolError(
+                f"step: masked_rows must be empty, structured output is not supported yet, "
+                f"got {len(step.masked_rows)} rows"
+            )
+        lengths: Lengths = self.requests
+        held = self.block_tables.num_blocks
+        if len(step.freed_rows) or step.admissions is not None:
+            forecast = self._forecast(step)
+            lengths, held = forecast, forecast.num_blocks
+        if len(step.run_rows) or len(step.paused_rows):
+            check_exceptions(step, lengths)
+        plan = plan_step(lengths, step.run_rows, step.run_counts, step.paused_rows)
+        self._check_room(plan, lengths)
+        growth = []
+        for group, block_ids in enumerate(step.grown_block_ids):
+            rows, counts = derive_growth(plan, held[group], self.groups[group].block_size)
+            check_growth_count(group, rows, counts, block_ids)
+            check_block_ids(block_ids, self.num_blocks, f"grown_block_ids of KV group {group}")
+            growth.append((group, rows, counts, block_ids))
+        # Nothing below can fail: from here on the tables change.
+        if len(step.freed_rows):
+            self._free(step.freed_rows)
+        if step.admissions is not None:
+            self._admit(step)
+        for group, rows, counts, block_ids in growth:
+            if len(rows):
+                cells = self.block_tables.append(group, rows, counts, block_ids)
+                if self.changes is not None:
+                    self.changes.add(table_changes.block_table(group), *cells)
+                    self.changes.add(table_changes.num_blocks(group), rows)
+        return plan
+
+    def commit(self, plan: StepPlan, tokens: np.ndarray) -> None:
+        """Take a step's outcome into the request table: computed tokens count, sampled ones are appended.
+
+        Shapes: tokens [num_reqs] int32, read where plan.samples is true and ignored elsewhere.
+        """
+        assert len(tokens) == plan.num_reqs, (len(tokens), plan.num_reqs)
+        requests, rows = self.requests, plan.index_mapping
+        ends = plan.num_computed_tokens + plan.num_scheduled_tokens
+        if plan.samples.all():
+            sampling_rows, sampling_ends = rows, ends
+        else:
+            sampling_rows, sampling_ends = rows[plan.samples], ends[plan.samples]
+            tokens = tokens[plan.samples]
+        if len(tokens):
+            assert tokens.min() >= 0, int(tokens.min())
+            assert tokens.max() < self.vocab_size, (int(tokens.max()), self.vocab_size)
+        requests.num_computed_tokens[rows] = ends
+        # A row that samples has computed all it had, so its token's position is `ends`.
+        requests.token_ids[sampling_rows, sampling_ends] = tokens
+        requests.num_tokens[sampling_rows] = sampling_ends + 1
+        if self.changes is not None:
+            self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
+            self.changes.add(table_changes.TOKEN_IDS, sampling_rows, sampling_ends)
+
+    # ---------------------------------------------------------------- checking
+
+    def _forecast(self, step: SchedulerOutput) -> _Forecast:
+        requests = self.requests
+        forecast = _Forecast(
+            live=requests.live.copy(),
+            num_tokens=requests.num_tokens.copy(),
+            num_computed_tokens=requests.num_computed_tokens.copy(),
+            num_blocks=tuple(counts.copy() for counts in self.block_tables.num_blocks),
+        )
+        freed = step.freed_rows
+        if len(freed):
+            check_freed_rows(freed, requests.live)
+            forecast.live[freed] = False
+            forecast.num_tokens[freed] = 0
+            forecast.num_computed_tokens[freed] = 0
+            for counts in forecast.num_blocks:
+                counts[freed] = 0
+        admissions = step.admissions
+        if admissions is not None:
+            check_admissions(
+                admissions,
+                live=forecast.live,
+                requests=requests,
+                block_tables=self.block_tables,
+                num_blocks=self.num_blocks,
+                vocab_size=self.vocab_size,
+            )
+            forecast.live[admissions.rows] = True
+            forecast.num_tokens[admissions.rows] = admissions.num_tokens
+            forecast.num_computed_tokens[admissions.rows] = admissions.num_cached_tokens
+            for counts, admitted in zip(forecast.num_blocks, admissions.num_blocks, strict=True):
+                counts[admissions.rows] = admitted
+        return forecast
+
+    def _check_room(self, plan: StepPlan, lengths: Lengths) -> None:
+        """Refuse to sample for a row that is full. Only a row that samples can reach max_model_len computed tokens."""
+        if not plan.num_reqs:
+            return
+        ends = plan.num_computed_tokens + plan.num_scheduled_tokens
+        if ends.max() >= self.max_model_len:
+            row = int(plan.index_mapping[ends.argmax()])
+            raise ProtocolError(
+                f"step: row {row} has {lengths.num_tokens[row]} tokens and would sample one more, "
+                f"max_model_len is {self.max_model_len}"
+            )
+
+    # ---------------------------------------------------------------- changing
+
+    def _free(self, rows: np.ndarray) -> None:
+        self.requests.remove(rows)
+        self.block_tables.remove(rows)
+        if self.changes is not None:
+            self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
+            for group in range(self.block_tables.num_groups):
+                self.changes.add(table_changes.num_blocks(group), rows)
+
+    def _admit(self, step: SchedulerOutput) -> None:
+        admissions = step.admissions
+        assert admissions is not None
+        rows = admissions.rows
+        self.requests.add(admissions)
+        for group, (counts, block_ids) in enumerate(
+            zip(admissions.num_blocks, admissions.block_ids, strict=True)
+        ):
+            self.block_tables.replace(group, rows, counts, block_ids)
+        if self.changes is not None:
+            self.changes.add(table_changes.TOKEN_IDS, *ragged_cells(rows, admissions.num_tokens))
+            self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
+            for group, counts in enumerate(admissions.num_blocks):
+                self.changes.add(table_changes.block_table(group), *ragged_cells(rows, counts))
+                self.changes.add(table_changes.num_blocks(group), rows)

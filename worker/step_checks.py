@@ -1,0 +1,149 @@
+"""Whether a step fits the tables it is about to change: one named function per rule, one sentence per refusal.
+
+Owns the checks, changes nothing. A step whose form is right (`messages.decode_frame`) can still name rows that do not
+exist, admit into a taken row or bring the wrong number of blocks; all of that is a ProtocolError before any cell moves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..scheduler.agreement import Lengths
+from ..scheduler.kv_groups import blocks_needed
+from ..scheduler.messages import Admissions, ProtocolError, SchedulerOutput
+from .block_tables import BlockTables
+from .request_states import RequestStates
+
+
+def _first(wrong: np.ndarray) -> int | None:
+    """The first index where `wrong` [n] is true, or None."""
+    i = int(wrong.argmax()) if len(wrong) else 0
+    return i if len(wrong) and wrong[i] else None
+
+
+def check_rows(rows: np.ndarray, max_num_seqs: int, what: str) -> None:
+    """Each of rows [n] exists and is named once."""
+    if not len(rows):
+        return
+    if (i := _first((rows < 0) | (rows >= max_num_seqs))) is not None:
+        raise ProtocolError(f"step: {what}: rows are [0, {max_num_seqs}), got {rows[i]}")
+    seen = np.bincount(rows, minlength=max_num_seqs)
+    if (row := _first(seen > 1)) is not None:
+        raise ProtocolError(f"step: {what}: row {row} is named {seen[row]} times, expected once")
+
+
+def check_freed_rows(rows: np.ndarray, live: np.ndarray) -> None:
+    """Only a live row can be freed."""
+    check_rows(rows, len(live), "freed_rows")
+    if (i := _first(~live[rows])) is not None:
+        raise ProtocolError(f"step: freed_rows: row {rows[i]} must be live, it is free already")
+
+
+def check_exceptions(step: SchedulerOutput, lengths: Lengths) -> None:
+    """run_rows are live with more than one uncomputed token and run 1 to all of them; paused rows have exactly one."""
+    live = lengths.live
+    check_rows(step.run_rows, len(live), "run_rows")
+    check_rows(step.paused_rows, len(live), "paused_rows")
+    for name, rows in (("run_rows", step.run_rows), ("paused_rows", step.paused_rows)):
+        if (i := _first(~live[rows])) is not None:
+            raise ProtocolError(f"step: {name}: row {rows[i]} must be live, it is free")
+    uncomputed = lengths.num_tokens - lengths.num_computed_tokens
+    left = uncomputed[step.run_rows]
+    if (i := _first(left < 2)) is not None:
+        raise ProtocolError(
+            f"step: run_rows: row {step.run_rows[i]} must have more than one uncomputed token "
+            f"(a row with one runs unasked), it has {left[i]}"
+        )
+    counts = step.run_counts
+    if (i := _first((counts < 1) | (counts > left))) is not None:
+        raise ProtocolError(
+            f"step: run_counts: row {step.run_rows[i]} can run 1 to {left[i]} tokens, "
+            f"got {counts[i]}"
+        )
+    left = uncomputed[step.paused_rows]
+    if (i := _first(left != 1)) is not None:
+        raise ProtocolError(
+            f"step: paused_rows: row {step.paused_rows[i]} must have exactly one uncomputed token, "
+            f"it has {left[i]}"
+        )
+
+
+def check_block_ids(block_ids: np.ndarray, num_blocks: int, what: str) -> None:
+    """Each id is a pool block, and not the null block 0."""
+    if not len(block_ids):
+        return
+    low, high = int(block_ids.min()), int(block_ids.max())
+    if low < 1 or high >= num_blocks:
+        wrong = low if low < 1 else high
+        raise ProtocolError(f"step: {what}: block ids are [1, {num_blocks}), got {wrong}")
+
+
+def check_growth_count(
+    group: int, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray
+) -> None:
+    """The blocks sent are exactly as many as the rows that grow need: both sides derive the same rows."""
+    expected = int(counts.sum()) if len(counts) else 0
+    if len(block_ids) != expected:
+        raise ProtocolError(
+            f"step: grown_block_ids of KV group {group} must have {expected} ids for "
+            f"{len(rows)} rows that grow, got {len(block_ids)}"
+        )
+
+
+def check_admissions(
+    admissions: Admissions,
+    *,
+    live: np.ndarray,
+    requests: RequestStates,
+    block_tables: BlockTables,
+    num_blocks: int,
+    vocab_size: int,
+) -> None:
+    """Each admitted request goes into a free row and everything it brings lies within the tables' limits.
+
+    Shapes: live [max_num_seqs] bool, after this step's frees.
+    """
+    rows, tokens = admissions.rows, admissions.num_tokens
+    check_rows(rows, len(live), "admissions")
+
+    def refuse(wrong: np.ndarray, values: np.ndarray, what: str) -> None:
+        if (i := _first(wrong)) is not None:
+            raise ProtocolError(
+                f"step: admission of request {admissions.request_ids[i]!r} to row {rows[i]}: "
+                f"{what}, got {values[i]}"
+            )
+
+    if (i := _first(live[rows])) is not None:
+        raise ProtocolError(
+            f"step: admission of request {admissions.request_ids[i]!r}: row {rows[i]} must be free, "
+            f"it holds request {requests.request_ids[rows[i]]!r}"
+        )
+    prompt, cached = admissions.num_prompt_tokens, admissions.num_cached_tokens
+    limit = requests.max_model_len
+    refuse((tokens < 1) | (tokens > limit), tokens, f"num_tokens must be in [1, {limit}]")
+    refuse((prompt < 1) | (prompt > tokens), prompt, "num_prompt_tokens must be in [1, num_tokens]")
+    refuse(
+        (cached < 0) | (cached >= tokens), cached, "num_cached_tokens must be in [0, num_tokens)"
+    )
+    seeds, temperature = admissions.seeds, admissions.temperature
+    top_p, top_k = admissions.top_p, admissions.top_k
+    refuse(seeds < 0, seeds, "seed must be in [0, 2**63)")
+    finite = np.isfinite(temperature)
+    refuse(~finite | (temperature < 0), temperature, "temperature must be finite and at least 0")
+    refuse(~((top_p > 0) & (top_p <= 1)), top_p, "top_p must be in (0, 1]")
+    refuse(top_k < 0, top_k, "top_k must be at least 0")
+    low, high = int(admissions.token_ids.min()), int(admissions.token_ids.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ProtocolError(
+            f"step: admissions: token ids are [0, {vocab_size}), got {wrong}; "
+            "does the scheduler know the same model?"
+        )
+    for group, (counts, block_ids) in enumerate(
+        zip(admissions.num_blocks, admissions.block_ids, strict=True)
+    ):
+        width = block_tables.max_blocks[group]
+        covering = blocks_needed(cached, block_tables.block_sizes[group])
+        refuse(counts > width, counts, f"KV group {group} has room for {width} blocks in a row")
+        refuse(counts < covering, counts, f"KV group {group} needs blocks for every cached token")
+        check_block_ids(block_ids, num_blocks, f"admissions: KV group {group}")
