@@ -1,0 +1,223 @@
+"""The worker's loop: order of frames, what is reported, and how it stops."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from rowcast.scheduler.messages import (
+    ControlOperation,
+    Mask,
+    ProtocolError,
+    ResultKind,
+    SchedulerOutput,
+    StepResult,
+    WorkerReport,
+    decode_report,
+    encode_control,
+    encode_hello,
+    encode_mask,
+    encode_step,
+)
+from rowcast.tests.worker.steps import i32, make_state, request, step
+from rowcast.worker.loop import WorkerLoop
+
+EPOCH = 1_000
+
+
+class Queue:
+    """A channel in one process: frames in, reports out."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.reports: list[WorkerReport] = []
+
+    def receive(self, timeout_s: float | None) -> bytes | None:
+        return self.frames.popleft() if self.frames else None
+
+    def send(self, message: bytes) -> None:
+        self.reports.append(decode_report(message))
+
+    def close(self) -> None: ...
+
+
+class StateExecutor:
+    """Applies steps to real tables and samples row + 500, without a model."""
+
+    def __init__(self) -> None:
+        self.state = make_state()
+        self.launches = 0
+
+    def execute(self, step: SchedulerOutput) -> StepResult:
+        plan = self.state.apply(step)
+        if plan.num_reqs:
+            self.launches += 1
+        tokens = np.where(plan.samples, plan.index_mapping + 500, -1).astype(np.int32)
+        self.state.commit(plan, tokens)
+        return StepResult(tokens=tokens)
+
+
+def make_loop(rank: int = 0, executor: object = None) -> tuple[WorkerLoop, Queue]:
+    queue = Queue()
+    loop = WorkerLoop(executor or StateExecutor(), queue, rank=rank, epoch=EPOCH)  # type: ignore[arg-type]
+    return loop, queue
+
+
+def frame(sequence: int, body: SchedulerOutput | None = None, epoch: int = EPOCH) -> bytes:
+    return encode_step(body or step(), epoch=epoch, sequence=sequence)
+
+
+def drain(loop: WorkerLoop) -> None:
+    while loop.turn(0):
+        pass
+
+
+def test_every_hello_is_answered_and_none_is_counted():
+    """The first ones may be lost on either way: a worker that answered once only would never be heard."""
+    loop, queue = make_loop(rank=3)
+    queue.frames += [encode_hello(epoch=EPOCH)] * 3 + [frame(1), encode_hello(epoch=EPOCH)]
+    drain(loop)
+    assert [(report.kind, report.rank) for report in queue.reports] == [(ResultKind.READY, 3)] * 4
+    assert loop.sequence == 1
+
+
+def test_steps_in_order_give_results_in_order():
+    loop, queue = make_loop()
+    queue.frames += [
+        frame(1, step(request(2, [1, 2, 3]), run={2: 3}, grow=[[7]])),
+        frame(2),
+        frame(3, step(free=[2])),
+    ]
+    drain(loop)
+    assert [report.sequence for report in queue.reports] == [1, 2, 3]
+    tokens = [report.result.tokens.tolist() for report in queue.reports if report.result]
+    assert tokens == [[502], [502], []]
+
+
+def test_only_rank_0_reports_results():
+    loop, queue = make_loop(rank=1)
+    queue.frames.append(frame(1, step(request(2, [1]), grow=[[7]])))
+    drain(loop)
+    assert queue.reports == []
+    assert loop.sequence == 1
+
+
+def test_a_step_with_zero_tokens_updates_the_tables_and_launches_nothing():
+    """S22: nothing runs, one row ends; the update still counts and the result is empty."""
+    executor = StateExecutor()
+    loop, queue = make_loop(executor=executor)
+    queue.frames += [frame(1, step(request(2, [1]), pause=[2])), frame(2, step(free=[2]))]
+    drain(loop)
+    assert executor.launches == 0
+    assert not executor.state.requests.live.any()
+    assert [report.result.tokens.tolist() for report in queue.reports if report.result] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [(6, "expected 5 got 6"), (4, "expected 5 got 4"), (1, "expected 5 got 1")],
+)
+def test_a_gap_or_a_repeat_stops_the_rank_and_says_which(second: int, sentence: str):
+    """W13: with deltas, one lost message corrupts every table after it silently."""
+    executor = StateExecutor()
+    loop, queue = make_loop(rank=1, executor=executor)
+    queue.frames += [frame(1, step(request(2, [1]), grow=[[7]])), frame(2), frame(3), frame(4)]
+    drain(loop)
+    computed = int(executor.state.requests.num_computed_tokens[2])
+    queue.frames.append(frame(second))
+    with pytest.raises(ProtocolError, match=sentence):
+        loop.turn(0)
+    report = queue.reports[-1]
+    assert (report.kind, report.rank, report.sequence) == (ResultKind.ERROR, 1, second)
+    assert sentence in report.text
+    assert executor.state.requests.num_computed_tokens[2] == computed
+    assert not loop.turn(0)  # it is over: nothing more is taken
+    assert len(queue.reports) == 1
+
+
+def test_control_and_step_frames_share_one_sequence():
+    loop, queue = make_loop()
+    queue.frames += [frame(1), encode_control(ControlOperation.STOP, epoch=EPOCH, sequence=3)]
+    with pytest.raises(ProtocolError, match="control frame out of order: expected 2 got 3"):
+        drain(loop)
+
+
+def test_frames_of_an_older_epoch_are_dropped_and_counted():
+    """W13: a scheduler that was replaced may still have something in a socket."""
+    loop, queue = make_loop()
+    queue.frames += [
+        encode_hello(epoch=EPOCH - 1),
+        frame(9, epoch=EPOCH - 1),
+        encode_control(ControlOperation.STOP, epoch=EPOCH - 500, sequence=1),
+        frame(1),
+    ]
+    drain(loop)
+    assert loop.dropped_frames == 3
+    assert (loop.sequence, loop.stopped) == (1, False)
+    assert [report.kind for report in queue.reports] == [ResultKind.RESULT]
+
+
+def test_a_frame_of_a_newer_epoch_stops_the_rank():
+    loop, queue = make_loop()
+    queue.frames.append(encode_hello(epoch=EPOCH + 1))
+    with pytest.raises(ProtocolError, match="epoch 1001, this rank lives in epoch 1000"):
+        loop.turn(0)
+    assert queue.reports[-1].kind is ResultKind.ERROR
+
+
+def test_stop_is_answered_with_bye():
+    loop, queue = make_loop(rank=2)
+    queue.frames += [
+        frame(1),
+        encode_control(ControlOperation.STOP, epoch=EPOCH, sequence=2),
+        frame(3),
+    ]
+    loop.run()
+    report = queue.reports[-1]
+    assert (report.kind, report.rank, report.sequence) == (ResultKind.BYE, 2, 2)
+    assert len(queue.frames) == 1
+    assert not loop.turn(0)
+
+
+def test_a_mask_frame_is_refused_by_name():
+    loop, queue = make_loop()
+    mask = Mask(step_sequence=1, rows=i32(1), bits=np.zeros((1, 2), np.int32))
+    queue.frames.append(encode_mask(mask, epoch=EPOCH, sequence=1))
+    with pytest.raises(ProtocolError, match="mask frames are not supported yet"):
+        loop.turn(0)
+
+
+def test_what_an_executor_raises_is_reported_in_one_line_and_raised_whole():
+    class Broken:
+        def execute(self, step: SchedulerOutput) -> StepResult:
+            raise MemoryError("KV cache:\n  needs 3 GiB\n  has 1 GiB")
+
+    loop, queue = make_loop(rank=1, executor=Broken())
+    queue.frames.append(frame(1))
+    with pytest.raises(MemoryError, match="needs 3 GiB"):
+        loop.run()
+    (report,) = queue.reports
+    assert (report.kind, report.rank, report.sequence) == (ResultKind.ERROR, 1, 1)
+    assert report.text == "MemoryError: KV cache: needs 3 GiB has 1 GiB"
+
+
+def test_a_step_that_does_not_fit_the_tables_is_reported():
+    loop, queue = make_loop()
+    queue.frames.append(frame(1, step(free=[3])))
+    with pytest.raises(ProtocolError, match="row 3 must be live"):
+        loop.turn(0)
+    assert queue.reports[-1].text == "step: freed_rows: row 3 must be live, it is free already"
+
+
+def test_a_dead_channel_does_not_hide_the_error():
+    class Deaf(Queue):
+        def send(self, message: bytes) -> None:
+            raise OSError("socket closed")
+
+    channel = Deaf()
+    loop = WorkerLoop(StateExecutor(), channel, rank=0, epoch=EPOCH)
+    channel.frames.append(frame(2))
+    with pytest.raises(ProtocolError, match="expected 1 got 2") as caught:
+        loop.turn(0)
+    assert "socket closed" in caught.value.__notes__[0]

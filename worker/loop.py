@@ -1,0 +1,130 @@
+"""Frames in, results out: the plain loop of one rank. It takes a channel and knows neither Ray nor sockets.
+
+Owns the order of frames (epoch and sequence) and what is reported when. Knows nothing of tables or models: an executor
+carries out a step. A rank that meets anything wrong says so once and stops; it never guesses and goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..scheduler.messages import (
+    Channel,
+    ControlOperation,
+    Frame,
+    FrameKind,
+    ProtocolError,
+    SchedulerOutput,
+    StepResult,
+    decode_frame,
+    encode_bye,
+    encode_error,
+    encode_ready,
+    encode_result,
+)
+
+_MAX_REASON = 2_000
+
+
+class Executor(Protocol):
+    """What carries out a step: `ModelRunner`, or a fake in tests."""
+
+    def execute(self, step: SchedulerOutput) -> StepResult: ...
+
+
+class WorkerLoop:
+    """One rank's loop over one life (epoch) of the worker group.
+
+    Frames of an older epoch are dropped and counted in `dropped_frames`; `sequence` is that of the last frame taken.
+    """
+
+    def __init__(self, executor: Executor, channel: Channel, *, rank: int, epoch: int) -> None:
+        self._executor = executor
+        self._channel = channel
+        self.rank = rank
+        self.epoch = epoch
+        self.sequence = 0
+        self.dropped_frames = 0
+        self.stopped = False
+        self._sequence_seen = 0  # of the frame in hand, for the error report
+
+    def run(self) -> None:
+        """Serve until told to stop. Raises whatever stopped it otherwise, after reporting it."""
+        while not self.stopped:
+            self.turn(None)
+
+    def turn(self, timeout_s: float | None) -> bool:
+        """Take one frame, waiting at most timeout_s (None: as long as it takes); False when none came.
+
+        Raises: ProtocolError for a frame that does not belong here, or what the executor raised. Either was reported to
+            the scheduler in one sentence first, and the loop is over.
+        """
+        if self.stopped:
+            return False
+        message = self._channel.receive(timeout_s)
+        if message is None:
+            return False
+        self._sequence_seen = self.sequence
+        try:
+            self._take(decode_frame(message))
+        except Exception as error:
+            self.stopped = True
+            self._report(error)
+            raise
+        return True
+
+    def _take(self, frame: Frame) -> None:
+        if frame.epoch < self.epoch:
+            self.dropped_frames += 1
+            return
+        if frame.epoch > self.epoch:
+            raise ProtocolError(
+                f"{frame.kind.name.lower()} frame of epoch {frame.epoch}, this rank lives in epoch "
+                f"{self.epoch}; it belongs to a group that has been replaced"
+            )
+        if frame.kind is FrameKind.HELLO:
+            self._channel.send(encode_ready(epoch=self.epoch, rank=self.rank))
+            return
+        self._sequence_seen = frame.sequence
+        expected = self.sequence + 1
+        if frame.sequence != expected:
+            why = "frames were lost" if frame.sequence > expected else "that one was taken already"
+            raise ProtocolError(
+                f"{frame.kind.name.lower()} frame out of order: expected {expected} got "
+                f"{frame.sequence}; {why}"
+            )
+        self.sequence = frame.sequence
+        body = frame.body
+        if isinstance(body, SchedulerOutput):
+            result = self._executor.execute(body)
+            if self.rank == 0:
+                self._channel.send(encode_result(result, epoch=self.epoch, sequence=frame.sequence))
+        elif body is ControlOperation.STOP:
+            self.stopped = True
+            self._channel.send(
+                encode_bye(epoch=self.epoch, sequence=frame.sequence, rank=self.rank)
+            )
+        else:
+            raise ProtocolError(f"{frame.kind.name.lower()} frames are not supported yet")
+
+    def _report(self, error: Exception) -> None:
+        """Send the one error report. A channel that cannot carry it must not hide what went wrong."""
+        try:
+            self._channel.send(
+                encode_error(
+                    epoch=self.epoch,
+                    sequence=self._sequence_seen,
+                    rank=self.rank,
+                    text=_one_sentence(error),
+                )
+            )
+        except Exception as send_error:
+            error.add_note(f"rank {self.rank} could not report this either: {send_error!r}")
+
+
+def _one_sentence(error: Exception) -> str:
+    """What went wrong on one line; the full traceback stays with the exception in this process."""
+    reason = " ".join(str(error).split())[:_MAX_REASON]
+    if isinstance(error, ProtocolError):
+        return reason
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
