@@ -163,7 +163,9 @@ def encode(message: FrontMessage) -> bytes:
         case Refused():
             kind = FrontKind.REFUSED
             body = [message.number, int(message.reason), message.text]
-    return msgpack.packb([FRONT_PROTOCOL_VERSION, int(kind), *body], use_bin_type=True)
+    packed = msgpack.packb([FRONT_PROTOCOL_VERSION, int(kind), *body], use_bin_type=True)
+    assert packed is not None
+    return packed
 
 
 def decode(message: bytes) -> FrontMessage:
@@ -179,6 +181,18 @@ def decode(message: bytes) -> FrontMessage:
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         reason = str(error) or type(error).__name__
         raise ProtocolError(f"front message of {len(message)} bytes: {reason}") from None
+
+
+def peek_submit_number(message: bytes) -> int | None:
+    """Read the request number of a submit that `decode` refused; None if it cannot be told."""
+    try:
+        values = msgpack.unpackb(message, raw=False)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
+        return None
+    if not isinstance(values, list) or len(values) < 3 or values[1] != FrontKind.SUBMIT:
+        return None
+    number = values[2]
+    return number if type(number) is int and 0 <= number < 2**63 else None
 
 
 def _decode(values: Any) -> FrontMessage:

@@ -187,7 +187,9 @@ def _bytes_of(array: np.ndarray | Sequence[Any], dtype: np.dtype[Any]) -> bytes:
 
 
 def _pack(values: list[Any]) -> bytes:
-    return msgpack.packb(values, use_bin_type=True)
+    packed = msgpack.packb(values, use_bin_type=True)
+    assert packed is not None
+    return packed
 
 
 def encode_hello(*, epoch: int) -> bytes:
@@ -417,6 +419,23 @@ def _mask_from_wire(body: list[Any]) -> Mask:
         rows=rows,
         bits=bits.reshape(len(rows), words),
     )
+
+
+def peek_report(message: bytes) -> tuple[int | None, int | None]:
+    """Read (epoch, rank) of a report that may be anything else; None for what is not there.
+
+    Tells whose a bad report is: only one that names this life of the group comes from a rank of it.
+    """
+    try:
+        values = msgpack.unpackb(message, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
+        return None, None
+    if not isinstance(values, list) or len(values) < 2 or type(values[1]) is not int:
+        return None, None
+    if len(values) > 2 and type(values[2]) is int and values[2] == ResultKind.RESULT:
+        return values[1], 0
+    named = len(values) > 4 and type(values[4]) is int and values[4] >= 0
+    return values[1], values[4] if named else None
 
 
 def decode_report(message: bytes) -> WorkerReport:

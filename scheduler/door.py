@@ -1,0 +1,100 @@
+"""The door: what a submitted request must be before the scheduler takes it. A step never sees an unchecked request."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from .config import SchedulerConfig
+from .front_messages import Submit
+from .kv_groups import KVGroupSpec, blocks_needed
+from .request import Request
+
+
+class QueueFull(ValueError):
+    """Too many requests wait: not the request's fault, try again later."""
+
+
+class Door:
+    """Checks requests against the vocabulary, the model's length and the whole pool.
+
+    max_kv_tokens: tokens of one request whose KV the empty pool holds. A request needs KV for prompt + outputs - 1
+        tokens, since its last token is never computed.
+    """
+
+    def __init__(self, config: SchedulerConfig, groups: Sequence[KVGroupSpec], usable: int) -> None:
+        self._config = config
+        self.max_kv_tokens = _most_tokens(groups, usable, config.max_model_len)
+
+    def check(self, front: Hashable, submit: Submit) -> Request:
+        """Turn a submit into a request that can run to its end.
+
+        max_tokens None asks for as many as fit: up to max_model_len or the whole pool, whichever is less. A request
+        that asks for more than max_model_len allows ends there by length; one that asks for more than the pool is
+        refused.
+        Raises: ValueError naming the limit.
+        """
+        max_model_len, who = self._config.max_model_len, f"request {submit.request_id}"
+        num_prompt = len(submit.prompt_token_ids)
+        if not num_prompt:
+            raise ValueError(f"{who}: the prompt is empty; give at least one token")
+        self._in_vocabulary(submit.prompt_token_ids, f"{who}: prompt")
+        self._in_vocabulary(submit.output_token_ids, f"{who}: earlier outputs")
+        self._in_vocabulary(np.array(submit.params.stop_token_ids, np.int64), f"{who}: stop ids")
+        if num_prompt >= max_model_len:
+            raise ValueError(
+                f"{who}: the prompt has {num_prompt} tokens, max_model_len is {max_model_len} and at least one "
+                "output must fit; shorten the prompt or raise max_model_len"
+            )
+        if num_prompt > self.max_kv_tokens:
+            raise ValueError(
+                f"{who}: the prompt has {num_prompt} tokens, the whole KV pool holds {self.max_kv_tokens}; "
+                "shorten the prompt or raise --kv-cache-memory"
+            )
+        max_tokens = submit.params.max_tokens
+        if max_tokens is None:
+            end_len = min(max_model_len, self.max_kv_tokens + 1)
+        else:
+            end_len = min(max_model_len, num_prompt + max_tokens)
+        if end_len - 1 > self.max_kv_tokens:
+            raise ValueError(
+                f"{who}: prompt {num_prompt} and max_tokens {max_tokens} need KV for {end_len - 1} tokens, "
+                f"the whole pool holds {self.max_kv_tokens}; lower max_tokens or raise --kv-cache-memory"
+            )
+        tokens = np.concatenate((submit.prompt_token_ids, submit.output_token_ids)).astype(np.int32)
+        if len(tokens) > end_len:
+            raise ValueError(
+                f"{who}: prompt {num_prompt} and {len(submit.output_token_ids)} earlier outputs exceed the "
+                f"{end_len} tokens that it may reach"
+            )
+        return Request(
+            front=front,
+            number=submit.number,
+            key=(submit.submit_key, submit.n_index),
+            request_id=submit.request_id,
+            seed=submit.seed,
+            params=submit.params,
+            num_prompt_tokens=num_prompt,
+            end_len=end_len,
+            tokens=tokens,
+        )
+
+    def _in_vocabulary(self, ids: np.ndarray, what: str) -> None:
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._config.vocab_size):
+            outside = ids[(ids < 0) | (ids >= self._config.vocab_size)][0]
+            raise ValueError(
+                f"{what}: token id {outside} lies outside the vocabulary [0, {self._config.vocab_size})"
+            )
+
+
+def _most_tokens(groups: Sequence[KVGroupSpec], usable: int, limit: int) -> int:
+    """Find the longest request, in tokens of KV, at most `limit`, whose blocks of all groups fit `usable`."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(blocks_needed(middle, spec.block_size) for spec in groups) <= usable:
+            low = middle
+        else:
+            high = middle - 1
+    return low

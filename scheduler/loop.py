@@ -1,0 +1,319 @@
+"""The scheduler's loop: take what fronts and workers say, settle, schedule, broadcast, answer.
+
+Owns the sequence of frames, the handshake and what a failure of the worker group means to requests. Takes channels and
+a way to wait; knows neither Ray nor sockets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from . import front_messages
+from .deliveries import Deliveries, join
+from .door import QueueFull
+from .front_messages import Abort, Ack, Outputs, RefusalReason, Refused, Register, Submit
+from .messages import (
+    Channel,
+    ControlOperation,
+    ProtocolError,
+    ResultKind,
+    WorkerReport,
+    decode_report,
+    encode_control,
+    encode_hello,
+    encode_step,
+    peek_report,
+)
+from .scheduler import Scheduler
+
+
+class FrontsChannel(Protocol):
+    """What carries messages between the scheduler and its fronts; front_id names the peer, also across reconnects."""
+
+    def receive(self, timeout_s: float | None) -> tuple[bytes, bytes] | None:
+        """Take the next (front_id, message); None when none came within timeout_s."""
+        ...
+
+    def send(self, front_id: bytes, message: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WorkerGroupError(RuntimeError):
+    """The worker group cannot go on: one sentence says which rank and what. Live requests were already answered."""
+
+
+class SchedulerLoop:
+    """Runs a scheduler between fronts and one life (epoch) of a worker group.
+
+    wait(timeout_s) blocks until a channel may have something, someone woke it, or the time is over; None waits for
+    ever. Everything but `stop` and `snapshot` belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        workers: Channel,
+        fronts: FrontsChannel,
+        wait: Callable[[float | None], None],
+        epoch: int,
+        num_ranks: int,
+        hello_interval_s: float = 0.05,
+        ready_timeout_s: float = 120.0,
+        step_deadline_s: float = 120.0,
+        bye_timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._workers = workers
+        self._fronts = fronts
+        self._wait = wait
+        self._epoch = epoch
+        self._num_ranks = num_ranks
+        self._hello_interval_s = hello_interval_s
+        self._ready_timeout_s = ready_timeout_s
+        self._step_deadline_s = step_deadline_s
+        self._bye_timeout_s = bye_timeout_s
+        self._clock = clock
+        self._sequence = 0
+        self._sent: deque[tuple[int, float]] = deque()  # unsettled steps: sequence, when sent
+        self._deliveries: list[Deliveries] = []  # of this turn, sent at its end
+        self._stopping = threading.Event()
+        self._front_names: dict[bytes, str] = {}
+        self._dropped_frames = 0
+        self._bad_front_messages = 0
+
+    # ------------------------------------------------------------ life
+
+    def handshake(self) -> None:
+        """Repeat hello until every rank has answered: only then is everyone sure to hear the first step.
+
+        Raises: TimeoutError naming the ranks that did not answer; WorkerGroupError if one reports an error.
+        """
+        ready: set[int] = set()
+        deadline = self._clock() + self._ready_timeout_s
+        while True:
+            self._workers.send(encode_hello(epoch=self._epoch))
+            again = self._clock() + self._hello_interval_s
+            while True:
+                while (report := self._next_report()) is not None:
+                    self._raise_if_lost(report)
+                    if report.kind is ResultKind.RESULT:
+                        raise WorkerGroupError("rank 0 sent a result before any step was sent")
+                    ready.add(report.rank)
+                if len(ready) == self._num_ranks:
+                    return
+                if (left := again - self._clock()) <= 0:
+                    break
+                self._wait(left)
+            if self._clock() >= deadline:
+                missing = [rank for rank in range(self._num_ranks) if rank not in ready]
+                raise TimeoutError(
+                    f"ranks {missing} did not answer hello within {self._ready_timeout_s:g} s; "
+                    "see their logs, and whether they can reach this node"
+                )
+
+    def turn(self, timeout_s: float | None) -> bool:
+        """Make one round; wait at most timeout_s for work, and only if there was none. True if something was done.
+
+        Raises: WorkerGroupError if the group cannot go on; every live request has been answered then.
+        """
+        try:
+            if self._work():
+                return True
+            self._wait(self._patience(timeout_s))
+            return self._work()
+        except Exception as error:
+            self._refuse_all(str(error))
+            raise
+
+    def run(self) -> None:
+        """Work until `stop`, then end every request, tell the workers to stop and wait shortly for their byes."""
+        while not self._stopping.is_set():
+            self.turn(None)
+        self._refuse_all("the engine is stopping")
+        self._sequence += 1
+        self._workers.send(
+            encode_control(ControlOperation.STOP, epoch=self._epoch, sequence=self._sequence)
+        )
+        gone: set[int] = set()
+        deadline = self._clock() + self._bye_timeout_s
+        while len(gone) < self._num_ranks and (left := deadline - self._clock()) > 0:
+            while (report := self._next_report()) is not None:
+                if report.kind in (ResultKind.BYE, ResultKind.ERROR):
+                    gone.add(report.rank)
+            if len(gone) < self._num_ranks:
+                self._wait(left)
+
+    def stop(self) -> None:
+        """Ask `run` to end, from any thread. The caller wakes `wait` itself."""
+        self._stopping.set()
+
+    def snapshot(self) -> dict[str, int]:
+        """Count what goes on, from any thread."""
+        scheduler = self._scheduler
+        return {
+            "running": scheduler.num_running,
+            "waiting": len(scheduler.waiting),
+            "free_blocks": scheduler.pool.num_free,
+            "usable_blocks": scheduler.pool.usable,
+            "steps": scheduler.num_steps,
+            "preemptions": scheduler.num_preemptions,
+            "in_flight": scheduler.num_in_flight,
+            "tokens_computed": scheduler.num_tokens_computed,
+            "tokens_out": scheduler.num_tokens_out,
+            "dropped_frames": self._dropped_frames,
+            "bad_front_messages": self._bad_front_messages,
+            "fronts": len(self._front_names),
+        }
+
+    # ------------------------------------------------------------ one round
+
+    def _work(self) -> bool:
+        # Aborts come before results, so that whoever was aborted gets no token after it. The next step leaves before
+        # the last one's tokens do: the workers wait for it, the fronts have time.
+        heard = self._take_front_messages()
+        settled = self._take_reports()
+        ended = self._scheduler.drain()
+        if len(ended):
+            self._deliveries.append(ended)
+        issued = self._issue_steps()
+        self._send_outputs()
+        return heard or settled or issued
+
+    def _patience(self, timeout_s: float | None) -> float | None:
+        if not self._sent:
+            return timeout_s
+        left = max(0.0, self._sent[0][1] + self._step_deadline_s - self._clock())
+        return left if timeout_s is None else min(timeout_s, left)
+
+    def _take_reports(self) -> bool:
+        did = False
+        while (report := self._next_report()) is not None:
+            self._raise_if_lost(report)
+            if report.kind is ResultKind.RESULT:
+                self._settle(report)
+                did = True
+        if self._sent and self._clock() - self._sent[0][1] >= self._step_deadline_s:
+            raise WorkerGroupError(
+                f"step {self._sent[0][0]} has no result after {self._step_deadline_s:g} s; a rank hangs or is gone"
+            )
+        return did
+
+    def _settle(self, report: WorkerReport) -> None:
+        assert report.result is not None, "a result report without a result"
+        if not self._sent or self._sent[0][0] != report.sequence:
+            expected = f"that of step {self._sent[0][0]}" if self._sent else "none"
+            raise WorkerGroupError(
+                f"rank 0 sent the result of step {report.sequence}, expected {expected}"
+            )
+        try:
+            self._deliveries.append(self._scheduler.settle(report.result.tokens))
+        except ProtocolError as error:
+            raise WorkerGroupError(f"rank 0, step {report.sequence}: {error}") from None
+        self._sent.popleft()
+
+    def _issue_steps(self) -> bool:
+        did = False
+        while len(self._sent) < self._scheduler.config.depth:
+            step = self._scheduler.schedule()
+            if step is None:
+                break
+            self._sequence += 1
+            self._workers.send(encode_step(step, epoch=self._epoch, sequence=self._sequence))
+            self._sent.append((self._sequence, self._clock()))
+            did = True
+        return did
+
+    def _send_outputs(self) -> None:
+        if not self._deliveries:
+            return
+        for front, numbers, tokens, finish_codes in join(self._deliveries).by_front():
+            outputs = Outputs(
+                epoch=self._epoch, numbers=numbers, tokens=tokens, finish_codes=finish_codes
+            )
+            assert isinstance(front, bytes)
+            self._fronts.send(front, front_messages.encode(outputs))
+        self._deliveries.clear()
+
+    # ------------------------------------------------------------ workers
+
+    def _next_report(self) -> WorkerReport | None:
+        """Take the next report of this life; drop and count what is of another, or of nobody we know."""
+        while (message := self._workers.receive(0)) is not None:
+            epoch, rank = peek_report(message)
+            if epoch != self._epoch:
+                self._dropped_frames += 1
+                continue
+            try:
+                report = decode_report(message)
+            except ProtocolError as error:
+                who = "a rank" if rank is None else f"rank {rank}"
+                raise WorkerGroupError(f"{who} sent a bad frame: {error}") from None
+            if report.rank >= self._num_ranks:
+                raise WorkerGroupError(
+                    f"a worker calls itself rank {report.rank}, expected 0 to {self._num_ranks - 1}"
+                )
+            return report
+        return None
+
+    def _raise_if_lost(self, report: WorkerReport) -> None:
+        if report.kind is ResultKind.ERROR:
+            raise WorkerGroupError(f"rank {report.rank} failed: {report.text}")
+        if report.kind is ResultKind.BYE:
+            raise WorkerGroupError(f"rank {report.rank} left without being told to")
+
+    # ------------------------------------------------------------ fronts
+
+    def _take_front_messages(self) -> bool:
+        did = False
+        while (received := self._fronts.receive(0)) is not None:
+            self._take_front_message(*received)
+            did = True
+        return did
+
+    def _take_front_message(self, front: bytes, message: bytes) -> None:
+        try:
+            decoded = front_messages.decode(message)
+        except ProtocolError as error:
+            self._bad_front_messages += 1
+            number = front_messages.peek_submit_number(message)
+            if number is not None:
+                self._refuse(front, number, RefusalReason.INVALID, str(error))
+            return
+        match decoded:
+            case Register():
+                self._front_names[front] = decoded.front_name
+            case Submit():
+                self._submit(front, decoded)
+            case Abort():
+                for number in decoded.numbers.tolist():
+                    self._scheduler.abort(front, number)
+            case Ack():
+                self._scheduler.forget(front, decoded.numbers.tolist())
+            case _:
+                self._bad_front_messages += 1
+
+    def _submit(self, front: bytes, submit: Submit) -> None:
+        try:
+            self._scheduler.add(front, submit)
+        except QueueFull as error:
+            self._refuse(front, submit.number, RefusalReason.OVERLOADED, str(error))
+        except ValueError as error:
+            self._refuse(front, submit.number, RefusalReason.INVALID, str(error))
+
+    def _refuse(self, front: bytes, number: int, reason: RefusalReason, text: str) -> None:
+        refused = Refused(number=number, reason=reason, text=text)
+        self._fronts.send(front, front_messages.encode(refused))
+
+    def _refuse_all(self, text: str) -> None:
+        """Answer every live request that it is over; tokens that settled before go out first."""
+        self._send_outputs()
+        for front, number in self._scheduler.live():
+            assert isinstance(front, bytes)
+            self._refuse(front, number, RefusalReason.ENGINE_FAILED, text)

@@ -1,0 +1,111 @@
+"""One request, and the table of those that hold a row: token ids, lengths, status.
+
+Owns what the scheduler remembers of a request. Decides nothing: `scheduler.py` and `policy.py` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+
+from .sampling_params import SamplingParams
+
+NO_END = np.iinfo(np.int32).max  # end_len of a row that nobody holds: no length ever reaches it
+
+
+class RequestStatus(Enum):
+    WAITING = auto()  # holds no row; new, or preempted
+    RUNNING = auto()  # holds a row
+    ENDING = auto()  # its last token by length is in flight; row and blocks are already given back
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One request, from the door to its end. Compared by identity.
+
+    tokens: [n] int32, prompt and settled outputs, the truth while the request holds no row; the table's row is while it
+        runs.
+    end_len: tokens (prompt and outputs) at which it ends by length.
+    generation: number of its latest admission, 0 before the first. A record names a row's occupant by it.
+    num_in_flight: unsettled steps that ran it before it gave its row back; it is not resumed before they settled.
+    """
+
+    front: Hashable
+    number: int
+    key: tuple[bytes, int]
+    request_id: str
+    seed: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    end_len: int
+    tokens: np.ndarray
+    arrival: int = 0
+    front_index: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    row: int = -1
+    generation: int = 0
+    num_in_flight: int = 0
+    num_preemptions: int = 0
+
+
+class RequestTable:
+    """The rows: one column an attribute, one row a running request.
+
+    Shapes: token_ids [max_num_seqs, max_model_len] int32, everything else [max_num_seqs]. live bool; num_tokens,
+        num_computed_tokens, num_settled_tokens, end_len, front_index int32; generation, number, arrival int64.
+    num_tokens counts tokens that issued steps are still sampling, num_settled_tokens only those that came back and
+    stand in token_ids. A vacant row has zeros, generation 0 (which nobody has) and an end_len that is never reached.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.live = np.zeros(max_num_seqs, bool)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_settled_tokens = np.zeros(max_num_seqs, np.int32)
+        self.end_len = np.full(max_num_seqs, NO_END, np.int32)
+        self.front_index = np.zeros(max_num_seqs, np.int32)
+        self.generation = np.zeros(max_num_seqs, np.int64)
+        self.number = np.zeros(max_num_seqs, np.int64)
+        self.arrival = np.zeros(max_num_seqs, np.int64)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self.num_live = 0
+
+    def occupant(self, row: int) -> Request:
+        """Name the request that holds a row."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is vacant"
+        return request
+
+    def occupy(self, row: int, request: Request) -> None:
+        """Give a vacant row to a request, nothing of it computed."""
+        assert self.requests[row] is None, f"row {row} is held by {self.occupant(row).request_id}"
+        length = len(request.tokens)
+        self.live[row] = True
+        self.num_tokens[row] = length
+        self.num_settled_tokens[row] = length
+        self.num_computed_tokens[row] = 0
+        self.end_len[row] = request.end_len
+        self.front_index[row] = request.front_index
+        self.generation[row] = request.generation
+        self.number[row] = request.number
+        self.arrival[row] = request.arrival
+        self.token_ids[row, :length] = request.tokens
+        self.requests[row] = request
+        self.num_live += 1
+
+    def vacate(self, row: int) -> None:
+        """Take a row back; its occupant keeps the tokens that settled."""
+        request = self.occupant(row)
+        request.tokens = self.token_ids[row, : self.num_settled_tokens[row]].copy()
+        self.live[row] = False
+        for column in (self.num_tokens, self.num_settled_tokens, self.num_computed_tokens):
+            column[row] = 0
+        self.end_len[row] = NO_END
+        self.generation[row] = 0
+        self.requests[row] = None
+        self.num_live -= 1
