@@ -27,6 +27,16 @@ def check_int_tensors(kernel: str, **tensors: tuple[torch.Tensor, torch.dtype, i
             raise ValueError(f"{kernel}: {name} must be on {device}, got {tensor.device}")
 
 
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether everything behind the first dimension lies without gaps; a dimension of length 1 may have any stride."""
+    items = 1
+    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+        if size != 1 and stride != items:
+            return False
+        items *= size
+    return True
+
+
 def check_cache(kernel: str, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     """Refuse caches that are not [num_blocks, num_kv_heads, block_size, head_dim], packed behind dimension 0."""
     if key_cache.dim() != 4 or value_cache.shape != key_cache.shape:
@@ -34,13 +44,11 @@ def check_cache(kernel: str, key_cache: torch.Tensor, value_cache: torch.Tensor)
             f"{kernel}: key_cache and value_cache must both be [num_blocks, num_kv_heads, block_size, head_dim], "
             f"got {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
-    _, _, block_size, head_dim = key_cache.shape
-    packed = (block_size * head_dim, head_dim, 1)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.stride()[1:] != packed:
+        if not is_packed(cache):
             raise ValueError(
-                f"{kernel}: {name} must be packed behind its first dimension (strides {packed}), "
-                f"got {cache.stride()[1:]}"
+                f"{kernel}: {name} must be packed behind its first dimension, got shape "
+                f"{tuple(cache.shape)} with strides {cache.stride()}"
             )
     if value_cache.dtype != key_cache.dtype or value_cache.device != key_cache.device:
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_cache, check_int_tensors
+from ._checks import check_cache, check_int_tensors, is_packed
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def kv_write(
                 f"kv_write: {name} must be {key_cache.dtype} {shape} as slot_mapping and key_cache say, "
                 f"got {tensor.dtype} {tuple(tensor.shape)}"
             )
-        if tensor.stride()[1:] != (head_dim, 1):
+        if not is_packed(tensor):
             raise ValueError(
                 f"kv_write: {name} must be packed behind its first dimension, got strides {tensor.stride()}"
             )

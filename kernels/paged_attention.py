@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_cache, check_int_tensors
+from ._checks import check_cache, check_int_tensors, is_packed
 
 LOG2_E = math.log2(math.e)
 MAX_HEADS_A_TILE = 64
@@ -67,6 +67,7 @@ def _paged_attention_kernel(
     TILE_TOKENS: tl.constexpr,  # query tokens a tile
     BLOCK_M: tl.constexpr,  # rows a tile, >= TILE_TOKENS * HEADS
     BLOCK_N: tl.constexpr,  # keys an iteration
+    WIDE_DOT: tl.constexpr,  # multiply in float32: Triton's interpreter multiplies bfloat16's bits as integers
 ):
     tile = tl.program_id(0)
     head_tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -94,6 +95,9 @@ def _paged_attention_kernel(
         query + (flat_token * query_stride + row_item)[:, None] + d[None, :], mask=q_mask, other=0.0
     )
 
+    if WIDE_DOT:
+        q = q.to(tl.float32)
+
     # Rows that are padding see what the tile's last token sees, so that no row is without a key.
     last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
     position = seq_len - query_len + tl.minimum(token, last_token)
@@ -115,6 +119,8 @@ def _paged_attention_kernel(
             mask=key_real[None, :] & d_real[:, None],
             other=0.0,
         )
+        if WIDE_DOT:
+            k = k.to(tl.float32)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
         scores = tl.where(key_position[None, :] <= position[:, None], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
@@ -128,7 +134,11 @@ def _paged_attention_kernel(
             other=0.0,
         )
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        weights = weights.to(v.dtype)
+        if WIDE_DOT:
+            weights = weights.to(tl.float32)
+            v = v.to(tl.float32)
+        acc = tl.dot(weights, v, acc, input_precision="ieee")
 
     acc = acc / row_sum[:, None]
     tl.store(
@@ -213,7 +223,7 @@ def paged_attention(
             f"says, got {tuple(query.shape)}"
         )
     for name, tensor in (("query", query), ("out", out)):
-        if tensor.shape != query.shape or tensor.stride()[1:] != (head_dim, 1):
+        if tensor.shape != query.shape or not is_packed(tensor):
             raise ValueError(
                 f"paged_attention: {name} must be {tuple(query.shape)} packed behind its first dimension, got "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}"
@@ -255,6 +265,8 @@ def paged_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        WIDE_DOT=query.dtype == torch.bfloat16
+        and not isinstance(_paged_attention_kernel, triton.JITFunction),
         **config,
     )
 

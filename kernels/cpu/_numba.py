@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ import numpy as np
 # What a twin may assume of floating point: sums may be reordered and multiplied-added in one step, as any BLAS does.
 # NaN and infinity keep their meaning ("nnan" and "ninf" are left out), so a NaN that leaks stays visible.
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+
+# Of Numba's thread pools, the one that sleeps while it waits. The OpenMP pool spins, and it is not torch's own: two
+# pools of two threads that spin on two cores made a step ten times slower. The choice falls with the process's first
+# parallel call, and a pool that the user has chosen is kept.
+if numba.config.THREADING_LAYER == "default":
+    numba.config.THREADING_LAYER = "workqueue"
+
+# That pool ends the process when two threads call it at once, so every parallel call of ours holds this.
+parallel_lock = threading.Lock()
 
 _threads = 1
 
@@ -80,6 +90,8 @@ def jit(*signature: str, parallel: bool = False, **options: Any) -> Callable[[Ca
 def set_threads(num_threads: int) -> None:
     """Say how many threads the parallel twins use in this process; 1 (the start value) selects the serial ones.
 
+    Left alone Numba takes every core, for each rank, whatever OMP_NUM_THREADS says.
+
     Raises: ValueError if num_threads is below 1 or above what Numba can start in this process.
     """
     global _threads
@@ -94,6 +106,16 @@ def set_threads(num_threads: int) -> None:
 def get_threads() -> int:
     """The thread count last given to `set_threads`."""
     return _threads
+
+
+def is_packed(array: np.ndarray) -> bool:
+    """Whether everything behind the first dimension lies without gaps; a dimension of length 1 may have any stride."""
+    items = array.itemsize
+    for size, stride in zip(reversed(array.shape[1:]), reversed(array.strides[1:]), strict=True):
+        if size != 1 and stride != items:
+            return False
+        items *= size
+    return True
 
 
 def refuse(kernel: str, **arrays: tuple[np.ndarray, str, int]) -> ValueError:

@@ -6,6 +6,7 @@ others; Numba's types can only say "strided everywhere", and loops over such an 
 
 from __future__ import annotations
 
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
@@ -45,3 +46,23 @@ def view_at(typing_context, array, offset, length):
         return flat._getvalue()
 
     return flat_type(array, offset, length), codegen
+
+
+@intrinsic
+def prefetch(typing_context, array, offset):
+    """Ask for the cache line `offset` items behind the array's first; reads nothing and cannot fault."""
+    if not (isinstance(array, types.Array) and isinstance(offset, types.Integer)):
+        return None
+
+    def codegen(context, builder, signature, args):
+        source = make_array(array)(context, builder, args[0])
+        start = context.cast(builder, args[1], offset, types.intp)
+        address = builder.bitcast(builder.gep(source.data, [start]), cgutils.voidptr_t)
+        int32 = cgutils.int32_t
+        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, int32, int32, int32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        # for reading, keep in all cache levels, data
+        builder.call(function, [address, int32(0), int32(3), int32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, offset), codegen

@@ -41,6 +41,17 @@ def kv_write(
     slot_mapping: np.ndarray,  # [num_tokens] int64
 ) -> None:
     """See kernels/kv_write.py."""
+    for name, array, ndim in (
+        ("key", key, 3),
+        ("value", value, 3),
+        ("key_cache", key_cache, 4),
+        ("value_cache", value_cache, 4),
+    ):
+        if array.ndim != ndim or not _numba.is_packed(array):
+            raise ValueError(
+                f"kv_write: {name} must have {ndim} dimensions, packed behind the first, "
+                f"got shape {array.shape} with strides {array.strides}"
+            )
     if value.shape != key.shape or value_cache.shape != key_cache.shape:
         raise ValueError(
             f"kv_write: key and value must have one shape, got {key.shape} and {value.shape}; "
@@ -54,19 +65,6 @@ def kv_write(
         raise ValueError(
             f"kv_write: key must be [{slot_mapping.shape[0]}, {key_cache.shape[1]}, "
             f"{key_cache.shape[3]}] as slot_mapping and key_cache say, got {key.shape}"
-        )
-    _, _, block_size, head_dim = key_cache.shape
-    row, page = (head_dim * 4, 4), (block_size * head_dim * 4, head_dim * 4, 4)
-    if (
-        key.strides[1:] != row
-        or value.strides[1:] != row
-        or key_cache.strides[1:] != page
-        or value_cache.strides[1:] != page
-    ):
-        raise ValueError(
-            "kv_write: arrays must be float32 and packed behind their first dimension, got "
-            f"{key.dtype} keys, {key_cache.dtype} cache, strides {key.strides}, {value.strides}, "
-            f"{key_cache.strides} and {value_cache.strides}"
         )
     try:
         _kv_write(key, value, key_cache, value_cache, slot_mapping)

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from . import _numba
-from ._views import view_at
+from ._views import prefetch, view_at
 
 _KEYS = 128  # keys a chunk: a turned chunk of head_dim 64 is 32 KiB
 _ROWS = 48  # rows a tile, unless one token alone has more heads in its group
@@ -106,6 +106,13 @@ def _add_rows(matrix, base, stride, count, weights, out, length):
 
 
 @_numba.jit()
+def _prefetch(pages, start, end):
+    """Start fetching items [start, end): pages lie anywhere, so the processor never guesses the next one itself."""
+    for item in range(start, end, 16):  # 64 bytes a cache line
+        prefetch(pages, item)
+
+
+@_numba.jit()
 def _attend(
     query,
     keys,
@@ -132,6 +139,7 @@ def _attend(
     """One work item: num_tile_tokens query tokens, the first at first_position, times `group` heads."""
     head_dim = query.shape[2]
     num_rows = num_tile_tokens * group
+    row_items = (min(block_size, 64) * head_dim // num_rows + 15) // 16 * 16
     for row in range(num_rows):
         token = first_token + row // group
         head = first_head + row % group
@@ -155,7 +163,15 @@ def _attend(
                     + head_offset
                     + offset * head_dim
                 )
+                if done + run < num_keys:
+                    ahead = np.int64(block_row[block_index + 1]) * k_block_stride + head_offset
+                else:
+                    ahead = np.int64(block_row[chunk // block_size]) * v_block_stride + head_offset
                 for row in range(num_rows):
+                    if done + run < num_keys:
+                        _prefetch(keys, ahead + row * row_items, ahead + (row + 1) * row_items)
+                    else:
+                        _prefetch(values, ahead + row * row_items, ahead + (row + 1) * row_items)
                     _dot_scores(
                         keys,
                         base,
@@ -228,7 +244,12 @@ def _attend(
             base = (
                 np.int64(block_row[block_index]) * v_block_stride + head_offset + offset * head_dim
             )
+            ahead = np.int64(0)
+            if done + run < num_keys:
+                ahead = np.int64(block_row[block_index + 1]) * v_block_stride + head_offset
             for row in range(num_rows):
+                if ahead:
+                    _prefetch(values, ahead + row * row_items, ahead + (row + 1) * row_items)
                 _add_rows(
                     values,
                     base,
@@ -370,7 +391,18 @@ def paged_attention(
 ) -> None:
     """See kernels/paged_attention.py."""
     num_reqs = seq_lens.shape[0]
-    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    if (
+        key_cache.ndim != 4
+        or value_cache.shape != key_cache.shape
+        or not _numba.is_packed(key_cache)
+        or not _numba.is_packed(value_cache)
+    ):
+        raise ValueError(
+            "paged_attention: key_cache and value_cache must be [num_blocks, num_kv_heads, block_size, "
+            f"head_dim], packed behind the first dimension, got {key_cache.shape} and "
+            f"{value_cache.shape} with strides {key_cache.strides} and {value_cache.strides}"
+        )
+    _, num_kv_heads, _, head_dim = key_cache.shape
     num_heads = query.shape[1]
     if query.shape[2] != head_dim or num_heads % num_kv_heads or out.shape != query.shape:
         raise ValueError(
@@ -382,16 +414,9 @@ def paged_attention(
             f"paged_attention: {num_reqs} seq_lens need {num_reqs + 1} query_start_loc and "
             f"{num_reqs} block_table rows, got {query_start_loc.shape[0]} and {block_table.shape[0]}"
         )
-    packed = (block_size * head_dim * 4, head_dim * 4, 4)
-    if (
-        value_cache.shape != key_cache.shape
-        or key_cache.strides[1:] != packed
-        or value_cache.strides[1:] != packed
-    ):
+    if query_start_loc[num_reqs] > query.shape[0]:
         raise ValueError(
-            "paged_attention: key_cache and value_cache must be float32 of one shape, packed behind "
-            f"the first dimension, got {key_cache.dtype}, shapes {key_cache.shape}, {value_cache.shape} and strides "
-            f"{key_cache.strides}, {value_cache.strides}"
+            f"paged_attention: query must hold {query_start_loc[num_reqs]} tokens, got {query.shape[0]}"
         )
     arguments = (
         query,
@@ -408,8 +433,9 @@ def paged_attention(
         if threads == 1:
             _serial(*arguments)
         else:
-            numba.set_num_threads(threads)  # Numba keeps the count per calling thread
-            _parallel(*arguments, threads)
+            with _numba.parallel_lock:
+                numba.set_num_threads(threads)  # Numba keeps the count per calling thread
+                _parallel(*arguments, threads)
     except TypeError as error:
         raise _numba.refuse(
             "paged_attention",
