@@ -209,6 +209,12 @@ def _hugging_face_names(
     reader: GGUFReader, config: dict[str, Any], path: Path
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """GGUF tensor name -> (Hugging Face name, shape), checked to be exactly the tensors that the model needs."""
+    # A damaged layer count can be four thousand million: no list of names for that.
+    if config["num_hidden_layers"] > len(reader.tensors):
+        raise ValueError(
+            f"{path} announces {config['num_hidden_layers']} layers and holds {len(reader.tensors)} tensors; "
+            "it may be one part of a split file: give the merged one"
+        )
     expected = _expected_shapes(config)
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     for tensor in reader.tensors:
