@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # Triton decides when it is first imported whether kernels are interpreted, so this stands before any test imports it;
-# what compiles (tests/kernels/test_aot.py) is a process of its own. One thread: torch's wait for each other by spinning.
+# what compiles (tests/kernels/test_aot.py) is a process of its own. One thread: torch spins while it waits for more.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
