@@ -20,24 +20,25 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from .agreement import StepPlan, derive_growth, plan_step
 from .block_pool import BlockPool
+from .budget import Share, share_budget
 from .config import SchedulerConfig
 from .deliveries import Deliveries
 from .door import Door, QueueFull
 from .front_messages import FinishCode, Submit
 from .kv_groups import KVGroupSpec, blocks_needed
 from .messages import Admissions, ProtocolError, SchedulerOutput
+from .newcomers import admissions_of
 from .policy import FirstComeFirstServed, Policy
+from .registry import Registry
 from .request import Request, RequestStatus, RequestTable
 from .row_blocks import RowBlocks
 from .stops import StopRules
-
-_NO_ROWS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +47,6 @@ class StepRecord:
 
     plan: StepPlan
     generations: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Share:
-    """How a step's token budget is divided among the running rows; left is for newcomers."""
-
-    run_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
-    run_counts: np.ndarray = field(default_factory=lambda: _NO_ROWS)
-    paused_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
-    left: int = 0
-    next_turn: int | None = None
 
 
 class Scheduler:
@@ -89,12 +79,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs))  # a heap: the lowest row first
         self._freed_rows: list[int] = []  # that the workers were not told of yet
         self._records: deque[StepRecord] = deque()
-        self._fronts: list[Hashable] = []
-        self._index_of_front: dict[Hashable, int] = {}
-        self._requests: dict[tuple[int, int], Request] = {}  # live, by front index and number
-        self._live_ids: dict[str, set[tuple[bytes, int]]] = {}  # request_id -> keys that use it
-        self._owners: dict[tuple[bytes, int], tuple[int, int]] = {}  # live or not acknowledged
-        self._unacknowledged: dict[tuple[int, int], tuple[bytes, int]] = {}
+        self._registry = Registry()
         self._detached: dict[int, Request] = {}  # by generation: off its row with steps in flight
         self._ends: list[tuple[int, int, FinishCode]] = []  # ends that no step brings
         self._arrivals = 0
@@ -115,11 +100,16 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._requests)
+        return len(self._registry)
+
+    @property
+    def num_remembered(self) -> int:
+        """Count everything that is kept of requests, ended and unacknowledged ones too; 0 when all is over."""
+        return self._registry.num_entries + len(self._detached) + len(self._ends)
 
     def live(self) -> list[tuple[Hashable, int]]:
         """List every unfinished request as (front, number), in order of submission."""
-        return [(request.front, request.number) for request in self._requests.values()]
+        return [(request.front, request.number) for request in self._registry]
 
     def add(self, front: Hashable, submit: Submit) -> None:
         """Queue a request. The same submit key again, by the same front and number, is the same request: ignored.
@@ -128,30 +118,22 @@ class Scheduler:
         on there, from the tokens that the client holds, and the old entry ends without a word.
         Raises: QueueFull if too many wait; ValueError naming the limit or the clash for anything that cannot be served.
         """
-        key, owner = (submit.submit_key, submit.n_index), (self._intern(front), submit.number)
-        before = self._owners.get(key)
+        owner = (self._registry.front_index(front), submit.number)
+        before = self._registry.owner((submit.submit_key, submit.n_index))
         if before == owner:
             return
         request = self._door.check(front, submit)
-        if owner in self._requests or owner in self._unacknowledged:
-            raise ValueError(f"request {submit.request_id}: number {submit.number} is already used")
-        users = self._live_ids.get(submit.request_id, set())
-        if any(user[0] != submit.submit_key for user in users):
-            raise ValueError(
-                f"request {submit.request_id}: a live request has this id; wait for its end or choose another id"
-            )
+        request.front_index = owner[0]
+        self._registry.check_new(request)
         if before is None and len(self.waiting) >= self.config.max_waiting:
             raise QueueFull(
                 f"request {submit.request_id}: {len(self.waiting)} requests wait already, the queue holds "
                 f"{self.config.max_waiting}; try again later"
             )
         if before is not None:
-            self._give_up(key, before)
+            self._give_up(before)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
-        request.front_index = owner[0]
-        self._requests[owner] = request
-        self._owners[key] = owner
-        self._live_ids.setdefault(request.request_id, set()).add(key)
+        self._registry.enter(request)
         self._stops.add(request.params)
         self.waiting.add(request)
         if len(request.tokens) > request.num_prompt_tokens:
@@ -161,7 +143,7 @@ class Scheduler:
 
     def abort(self, front: Hashable, number: int) -> bool:
         """End a request in whatever state it is. False if it is unknown or has ended: then nothing happens."""
-        request = self._requests.get((self._intern(front), number))
+        request = self._registry.find(front, number)
         if request is None:
             return False
         self._end_without_token(request, FinishCode.ABORT)
@@ -169,34 +151,25 @@ class Scheduler:
 
     def abort_front(self, front: Hashable) -> None:
         """End and forget everything of a front that is gone. Delivers nothing."""
-        index = self._intern(front)
-        for request in [r for r in self._requests.values() if r.front_index == index]:
+        for request in self._registry.of_front(front):
             self._end(request)
+        index = self._registry.front_index(front)
         self._ends = [end for end in self._ends if end[0] != index]
-        self.forget(front, [number for owner, number in self._unacknowledged if owner == index])
+        self._registry.forget_front(front)
 
     def forget(self, front: Hashable, numbers: Iterable[int]) -> None:
         """Drop the keys of ended requests that the front has acknowledged. Live and unknown numbers are ignored."""
-        index = self._intern(front)
         for number in numbers:
-            key = self._unacknowledged.pop((index, int(number)), None)
-            if key is not None:
-                del self._owners[key]
+            self._registry.forget(front, int(number))
 
-    def _intern(self, front: Hashable) -> int:
-        index = self._index_of_front.get(front)
-        if index is None:
-            index = self._index_of_front[front] = len(self._fronts)
-            self._fronts.append(front)
-        return index
-
-    def _give_up(self, key: tuple[bytes, int], owner: tuple[int, int]) -> None:
-        request = self._requests.get(owner)
+    def _give_up(self, owner: tuple[int, int]) -> None:
+        """End and forget a request that its client has taken elsewhere."""
+        front, number = self._registry.fronts[owner[0]], owner[1]
+        request = self._registry.find(front, number)
         if request is not None:
             self._end(request)
         self._ends = [end for end in self._ends if end[:2] != owner]
-        del self._unacknowledged[owner]
-        del self._owners[key]
+        self._registry.forget(front, number)
 
     def _end_without_token(self, request: Request, code: FinishCode) -> None:
         self._end(request)
@@ -211,13 +184,7 @@ class Scheduler:
         self._detached.pop(request.generation, None)
         request.status = RequestStatus.FINISHED
         self._stops.remove(request.params)
-        owner = (request.front_index, request.number)
-        del self._requests[owner]
-        self._unacknowledged[owner] = request.key
-        users = self._live_ids[request.request_id]
-        users.discard(request.key)
-        if not users:
-            del self._live_ids[request.request_id]
+        self._registry.leave(request)
 
     def _release_row(self, row: int) -> None:
         self.table.occupant(row).row = -1
@@ -255,7 +222,7 @@ class Scheduler:
             self._free_rows_that_end()
         num_preemptions = self.num_preemptions
         while True:
-            share = self._share_budget(budget)
+            share = share_budget(self.table, self.waiting, budget, self._turn)
             plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows)
             growth = self._growth(plan)
             num_new_blocks = sum(int(counts.sum()) for _, counts in growth)
@@ -289,44 +256,6 @@ class Scheduler:
         for row in np.flatnonzero(self.table.num_tokens >= self.table.end_len).tolist():
             self._detach(row, RequestStatus.ENDING)
 
-    def _share_budget(self, budget: int) -> _Share:
-        """Divide the token budget among running rows: decodes first, then prompts in the policy's order."""
-        table = self.table
-        if table.num_live > budget:
-            return self._share_in_turn(budget)
-        left = budget - table.num_live
-        uncomputed = table.num_tokens - table.num_computed_tokens
-        prompts = np.flatnonzero(uncomputed > 1)
-        if not len(prompts):
-            return _Share(left=left)
-        left += len(prompts)
-        rows, counts = [], []
-        for row in self.waiting.prompt_order(table, prompts).tolist():
-            if not left:
-                break
-            rows.append(row)
-            counts.append(min(left, int(uncomputed[row])))
-            left -= counts[-1]
-        return _Share(
-            run_rows=np.array(rows, np.int32), run_counts=np.array(counts, np.int32), left=left
-        )
-
-    def _share_in_turn(self, budget: int) -> _Share:
-        """Give one token each to as many rows as the budget has tokens, going round from step to step."""
-        table = self.table
-        rows = np.flatnonzero(table.live).astype(np.int32)
-        start = int(np.searchsorted(rows, self._turn))
-        chosen = np.take(rows, np.arange(start, start + budget), mode="wrap")
-        is_prompt = (table.num_tokens - table.num_computed_tokens)[rows] > 1
-        runs = np.isin(rows, chosen)
-        run_rows = rows[is_prompt & runs]
-        return _Share(
-            run_rows=run_rows,
-            run_counts=np.ones(len(run_rows), np.int32),
-            paused_rows=rows[~is_prompt & ~runs],
-            next_turn=int(chosen[-1]) + 1,
-        )
-
     def _growth(self, plan: StepPlan) -> list[tuple[np.ndarray, np.ndarray]]:
         return [
             derive_growth(plan, held, spec.block_size)
@@ -349,7 +278,7 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.add(request)
 
-    def _admit(self, share: _Share, num_free: int) -> tuple[Admissions | None, _Share]:
+    def _admit(self, share: Share, num_free: int) -> tuple[Admissions | None, Share]:
         """Admit from the head of the queue while rows, budget and blocks for the whole prompt last."""
         left, admitted, long_rows, long_counts = share.left, [], [], []
         while left and self._free_rows:
@@ -375,7 +304,7 @@ class Scheduler:
             admitted.append(request)
         if not admitted:
             return None, share
-        return _admissions(admitted, len(self.groups)), _Share(
+        return admissions_of(admitted, len(self.groups)), Share(
             run_rows=np.concatenate((share.run_rows, np.array(long_rows, np.int32))),
             run_counts=np.concatenate((share.run_counts, np.array(long_counts, np.int32))),
             paused_rows=share.paused_rows,
@@ -494,32 +423,9 @@ class Scheduler:
             )
         front_index, numbers, tokens, finish_codes = entries
         return Deliveries(
-            fronts=tuple(self._fronts),
+            fronts=tuple(self._registry.fronts),
             front_index=front_index,
             numbers=numbers,
             tokens=tokens,
             finish_codes=finish_codes,
         )
-
-
-def _admissions(requests: list[Request], num_groups: int) -> Admissions:
-    """Describe newcomers to the workers. Their blocks travel as growth: nothing of them is cached."""
-    count = len(requests)
-
-    def column(values: Iterable[float], dtype: type = np.int32) -> np.ndarray:
-        return np.fromiter(values, dtype, count)
-
-    return Admissions(
-        rows=column(r.row for r in requests),
-        request_ids=tuple(r.request_id for r in requests),
-        num_tokens=column(len(r.tokens) for r in requests),
-        token_ids=np.concatenate([r.tokens for r in requests]),
-        num_prompt_tokens=column(r.num_prompt_tokens for r in requests),
-        num_cached_tokens=np.zeros(count, np.int32),
-        seeds=column((r.seed for r in requests), np.int64),
-        temperature=column((r.params.temperature for r in requests), np.float32),
-        top_p=column((r.params.top_p for r in requests), np.float32),
-        top_k=column(r.params.top_k for r in requests),
-        num_blocks=tuple(np.zeros(count, np.int32) for _ in range(num_groups)),
-        block_ids=tuple(_NO_ROWS for _ in range(num_groups)),
-    )
