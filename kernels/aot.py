@@ -1,0 +1,240 @@
+"""Compile every Triton kernel ahead of time for GPUs that need not be here: `python -m rowcast.kernels.aot`.
+
+It catches what the interpreter accepts and the compiler refuses (tile sizes, types, shared memory). It must run in a
+process without TRITON_INTERPRET: interpreting and compiling do not mix. It owns the list of configurations; nothing
+compiled here is used to serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime import JITFunction
+
+from .block_table_gather import _block_table_gather_kernel
+from .kv_write import _kv_write_kernel
+from .paged_attention import _paged_attention_kernel, paged_attention_config
+from .slot_mapping import _slot_mapping_kernel
+from .token_inputs import _token_inputs_kernel
+
+# name -> target and the shared memory, in bytes, that one program may take there
+TARGETS: dict[str, tuple[GPUTarget, int]] = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 * 1024),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
+}
+
+_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+Configuration = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
+
+
+def attention_configuration(
+    *, dtype: str, num_tokens: int, num_reqs: int, group: int, head_dim: int, block_size: int = 16
+) -> Configuration:
+    """(name, kernel, signature, constants, options) of paged attention for one step's shape."""
+    config = paged_attention_config(
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        group=group,
+        head_dim=head_dim,
+        itemsize=_ITEMSIZE[dtype],
+    )
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {
+        **config,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "WIDE_DOT": False,
+    }
+    signature = {
+        **dict.fromkeys(("query", "key_cache", "value_cache"), f"*{dtype}"),
+        **dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32"),
+        "out": f"*{dtype}",
+        "scale_log2": "fp32",
+        "num_reqs": "i32",
+        **dict.fromkeys(
+            ("query_stride", "out_stride", "key_cache_stride", "value_cache_stride"), "i64"
+        ),
+        "block_table_stride": "i64",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    step = "decode" if num_tokens <= num_reqs else "prefill"
+    name = f"paged_attention {step} {dtype} head_dim {head_dim} group {group} block {block_size}"
+    return name, _paged_attention_kernel, signature, constants, options
+
+
+def configurations() -> Iterator[Configuration]:
+    """One configuration a kernel, and for attention decode and prefill."""
+    yield (
+        "token_inputs",
+        _token_inputs_kernel,
+        {
+            **dict.fromkeys(
+                ("index_mapping", "query_start_loc", "num_computed_tokens", "token_ids"), "*i32"
+            ),
+            "input_ids": "*i32",
+            "positions": "*i64",
+            "seq_lens": "*i32",
+            **dict.fromkeys(("num_reqs", "num_input_ids", "num_positions", "num_seq_lens"), "i32"),
+            "token_ids_stride": "i64",
+            "BLOCK": "constexpr",
+        },
+        {"BLOCK": 256},
+        {},
+    )
+    yield (
+        "block_table_gather",
+        _block_table_gather_kernel,
+        {
+            **dict.fromkeys(("index_mapping", "block_table", "num_blocks", "out"), "*i32"),
+            **dict.fromkeys(("num_reqs", "width"), "i32"),
+            **dict.fromkeys(("block_table_stride", "out_stride"), "i64"),
+            "BLOCK": "constexpr",
+        },
+        {"BLOCK": 256},
+        {},
+    )
+    yield (
+        "slot_mapping",
+        _slot_mapping_kernel,
+        {
+            "index_mapping": "*i32",
+            "query_start_loc": "*i32",
+            "positions": "*i64",
+            "block_table": "*i32",
+            "out": "*i64",
+            **dict.fromkeys(("num_reqs", "num_out"), "i32"),
+            "block_table_stride": "i64",
+            **dict.fromkeys(("BLOCK_SIZE", "BLOCK"), "constexpr"),
+        },
+        {"BLOCK_SIZE": 16, "BLOCK": 256},
+        {},
+    )
+    yield (
+        "kv_write",
+        _kv_write_kernel,
+        {
+            **dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16"),
+            "slot_mapping": "*i64",
+            **dict.fromkeys(
+                ("key_stride", "value_stride", "key_cache_stride", "value_cache_stride"), "i64"
+            ),
+            **dict.fromkeys(("BLOCK_SIZE", "NUM_KV_HEADS", "HEAD_DIM", "BLOCK"), "constexpr"),
+        },
+        {"BLOCK_SIZE": 16, "NUM_KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK": 256},
+        {},
+    )
+    yield attention_configuration(dtype="bf16", num_tokens=32, num_reqs=32, group=3, head_dim=64)
+    yield attention_configuration(dtype="bf16", num_tokens=512, num_reqs=8, group=3, head_dim=64)
+
+
+def every_attention_shape() -> Iterator[Configuration]:
+    """Attention over the dtypes, head sizes, groups and block sizes that models have: minutes."""
+    for dtype in _ITEMSIZE:
+        for head_dim in (48, 64, 80, 96, 112, 128, 160, 192, 256):
+            for group, block_size in ((1, 16), (7, 1), (24, 48), (71, 528)):
+                for num_tokens in (4, 400):
+                    yield attention_configuration(
+                        dtype=dtype,
+                        num_tokens=num_tokens,
+                        num_reqs=4,
+                        group=group,
+                        head_dim=head_dim,
+                        block_size=block_size,
+                    )
+
+
+def aot(*, targets: list[str], every_shape: bool = False) -> list[dict[str, Any]]:
+    """Compile and return one record a kernel and target.
+
+    Units: shared_bytes a program; seconds to compile.
+    Raises: ValueError under TRITON_INTERPRET, for an unknown target, or for a kernel that takes more shared memory
+        than the target has; whatever the compiler raises for one that does not compile.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1" or not isinstance(_kv_write_kernel, JITFunction):
+        raise ValueError(
+            "aot: kernels are interpreted in this process; run it without TRITON_INTERPRET"
+        )
+    unknown = set(targets) - set(TARGETS)
+    if unknown:
+        raise ValueError(
+            f"aot: targets must be among {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}"
+        )
+    records = []
+    for name, kernel, signature, constants, options in [
+        *configurations(),
+        *(every_attention_shape() if every_shape else ()),
+    ]:
+        for target_name in targets:
+            target, shared_limit = TARGETS[target_name]
+            started = time.perf_counter()
+            compiled = compile(
+                ASTSource(
+                    fn=kernel,
+                    signature={parameter: signature[parameter] for parameter in kernel.arg_names},
+                    constexprs=constants,
+                    attrs=_attributes(kernel, signature),
+                ),
+                target=target,
+                options=options,
+            )
+            if compiled.metadata.shared > shared_limit:
+                raise ValueError(
+                    f"aot: {name} takes {compiled.metadata.shared} bytes of shared memory, "
+                    f"{target_name} has {shared_limit}"
+                )
+            records.append(
+                {
+                    "kernel": name,
+                    "target": target_name,
+                    "shared_bytes": compiled.metadata.shared,
+                    "binary": "cubin" if target.backend == "cuda" else "hsaco",
+                    "binary_bytes": len(
+                        compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
+                    ),
+                    "seconds": round(time.perf_counter() - started, 2),
+                }
+            )
+    return records
+
+
+def _attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int, ...], list[Any]]:
+    """What Triton finds by looking at a launch's arguments: pointers and strides that 16 divides, as torch gives."""
+    return {
+        (place,): [["tt.divisibility", 16]]
+        for place, parameter in enumerate(kernel.arg_names)
+        if signature[parameter].startswith("*") or parameter.endswith("stride")
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a line a kernel and target; the last line is JSON."""
+    parser = argparse.ArgumentParser(prog="python -m rowcast.kernels.aot", description=__doc__)
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
+    parser.add_argument(
+        "--every-shape", action="store_true", help="attention at every shape (minutes)"
+    )
+    arguments = parser.parse_args(argv)
+    records = aot(targets=arguments.target or list(TARGETS), every_shape=arguments.every_shape)
+    for record in records:
+        print(
+            f"{record['kernel']:60s} {record['target']:8s} {record['shared_bytes']:7d} B shared "
+            f"{record['binary_bytes']:7d} B {record['seconds']:6.2f} s"
+        )
+    print(json.dumps(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
