@@ -1,0 +1,101 @@
+"""What a caller may pass as prompts and sampling params, brought to one form. Owns no ranges and no tokenizer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from ..scheduler.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+
+
+def is_one_prompt(prompts: Prompts) -> bool:
+    """Whether this is a prompt itself and not a list of prompts. An empty list is a list of none."""
+    return isinstance(prompts, str) or (
+        _is_list(prompts) and len(prompts) > 0 and all(_is_token_id(value) for value in prompts)
+    )
+
+
+def list_prompts(prompts: Prompts) -> list[Prompt]:
+    """Turn what `generate` takes into a list of prompts, each a string or a list of token ids.
+
+    Example: "Hi" -> ["Hi"]; [1, 2] -> [[1, 2]]; ["Hi", [1, 2]] -> itself; [] -> [] (no prompts).
+    Raises: ValueError naming the prompt that is neither.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_list(prompts):
+        raise ValueError(
+            "prompts must be a string, a list of token ids, or a list of such, "
+            f"got {type(prompts).__name__}"
+        )
+    values: list[Any] = list(prompts)
+    if is_one_prompt(values):
+        return [[operator.index(value) for value in values]]
+    for index, value in enumerate(values):
+        if isinstance(value, str):
+            continue
+        if not _is_list(value):
+            raise ValueError(
+                f"prompts[{index}] must be a string or a list of token ids, got {value!r:.60}"
+            )
+        for place, token_id in enumerate(value):
+            if not _is_token_id(token_id):
+                raise ValueError(
+                    f"prompts[{index}][{place}] must be a token id (a whole number), got {token_id!r:.60}"
+                )
+        values[index] = [operator.index(token_id) for token_id in value]
+    return values
+
+
+def list_params(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """One SamplingParams a prompt; None is the default, a single one serves all.
+
+    Raises: ValueError for a list of another length or for something else in it.
+    """
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if not _is_list(sampling_params):
+        raise ValueError(
+            "sampling_params must be a SamplingParams, or a list of one a prompt, "
+            f"got {type(sampling_params).__name__}"
+        )
+    listed = list(sampling_params)
+    if len(listed) != num_prompts:
+        raise ValueError(
+            f"sampling_params must be one for all prompts or one for each of the {num_prompts}, got {len(listed)}"
+        )
+    for index, params in enumerate(listed):
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params[{index}] must be a SamplingParams, got {type(params).__name__}"
+            )
+    return listed
+
+
+def _is_list(value: Any) -> bool:
+    # NumPy arrays are no Sequence and are welcome; text and dicts are not.
+    return (
+        hasattr(value, "__iter__")
+        and hasattr(value, "__len__")
+        and not isinstance(value, str | bytes | bytearray | dict | set | frozenset)
+    )
+
+
+def _is_token_id(value: Any) -> bool:
+    if isinstance(value, bool) or hasattr(value, "__len__"):  # NumPy's arrays have an __index__
+        return False
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return False
+    return (
+        -(2**31) <= number < 2**31
+    )  # the wire's; whether the vocabulary has it is the scheduler's check
