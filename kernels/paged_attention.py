@@ -156,27 +156,30 @@ def paged_attention_config(
     Units: num_tokens counts padding too; itemsize is bytes.
     Example: 32 decoding requests, group 3, head_dim 64 in bf16: 16 rows of 5 tokens by 3 heads, 64 keys a turn.
     """
-    head_tiles = -(-group // MAX_HEADS_A_TILE)
-    heads = -(-group // head_tiles)
     padded = max(16, triton.next_power_of_2(head_dim))
-    row_bytes = padded * itemsize
-    # Only decode: as few rows as the tensor cores take. Some prefill: rows enough to reuse each key, as far as the
-    # accumulator stays in registers.
-    rows = (
-        16
-        if num_tokens <= num_reqs
-        else (128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32)
-    )
+    # The largest tiles whose accumulator stays in registers (`ptxas -v` for sm_80 to sm_100 shows next to no spills),
+    # with K and V of two pipeline stages within gfx942's 64 KiB. float32 has no tensor cores to multiply with (tf32
+    # would drop 13 bits), so there a thread holds whole rows and columns.
+    if itemsize == 4:
+        max_rows = 64 if padded <= 128 else 16
+        block_n = max(16, 2048 // padded)
+        wide = 64 * 64
+    else:
+        max_rows = 128 if padded <= 128 else 64
+        block_n = max(16, min(64, 8192 // padded))
+        wide = 128 * 128
+    head_tiles = -(-group // min(max_rows, MAX_HEADS_A_TILE))
+    heads = -(-group // head_tiles)
+    # Only decode: as few rows as the tensor cores take. Some prefill: rows enough to use each key often.
+    rows = 16 if num_tokens <= num_reqs else max_rows
     block_m = max(rows, triton.next_power_of_2(heads))
-    # K and V tiles of two pipeline stages stay within the 64 KiB that gfx942 has, and half of what sm_80 has.
-    block_n = max(16, min(64, 16384 // row_bytes))
     return {
         "HEADS": heads,
         "HEAD_DIM_PADDED": padded,
         "TILE_TOKENS": block_m // heads,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "num_warps": 8 if block_m * padded >= 128 * 128 else 4,
+        "num_warps": 8 if block_m * padded >= wide else 4,
         "num_stages": 2,
     }
 
