@@ -16,6 +16,7 @@ from rowcast.tests.worker.steps import (
     row_arrays,
     step,
 )
+from rowcast.tests.worker.toy_scheduler import ToyRow, churned
 from rowcast.worker.state import WorkerState
 
 A, B = list(range(100, 140)), list(range(200, 205))
@@ -200,6 +201,34 @@ def test_rows_that_grow_are_derived_and_take_their_ids_in_row_order():
     assert state.block_tables.table[0][3, :2].tolist() == [9, 0]
     assert state.block_tables.table[1][1, :4].tolist() == [2, 3, 4, 0]
     assert state.block_tables.table[1][3, :2].tolist() == [5, 0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_history_leaves_what_plain_lists_hold(seed: int):
+    """W-08: random admissions, chunks, pauses and frees; after each step every cell against a second implementation."""
+    toy, state = churned(seed, 0)
+    for _ in range(100):
+        plan = state.apply(toy.next_step())
+        assert list(zip(plan.index_mapping, plan.num_scheduled_tokens, strict=True)) == toy.order
+        state.commit(plan, toy.settle())
+        requests = state.requests
+        assert np.flatnonzero(requests.live).tolist() == sorted(toy.rows)
+        for row in range(state.max_num_seqs):
+            held = toy.rows.get(row) or ToyRow(None, [], 0, 0, [[], []], 0)
+            assert requests.request_ids[row] == held.request_id
+            assert requests.num_tokens[row] == len(held.tokens)
+            assert requests.num_prompt_tokens[row] == held.num_prompt
+            assert requests.num_computed_tokens[row] == held.computed
+            assert requests.seeds[row] == held.seed
+            assert requests.token_ids[row].tolist() == padded(held.tokens, state.max_model_len)
+            for group, width in enumerate(state.block_tables.max_blocks):
+                assert state.block_tables.num_blocks[group][row] == len(held.blocks[group])
+                table = state.block_tables.table[group][row].tolist()
+                assert table == padded(held.blocks[group], width)
+
+
+def padded(numbers: list[int], width: int) -> list[int]:
+    return numbers + [0] * (width - len(numbers))
 
 
 # ------------------------------------------------------------ what is refused

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from rowcast.scheduler.messages import SchedulerOutput
-from rowcast.tests.worker.steps import i32, request, step
+from rowcast.tests.worker.steps import i32, make_state, request, step
+from rowcast.worker.state import WorkerState
 
 
 @dataclass
 class ToyRow:
-    request_id: str
+    request_id: str | None
     tokens: list[int]
     num_prompt: int
     computed: int
@@ -172,3 +173,12 @@ class ToyScheduler:
             else:
                 tokens.append(-1)
         return i32(*tokens)
+
+
+def churned(seed: int, steps: int) -> tuple[ToyScheduler, WorkerState]:
+    """Tables that a random history of valid steps has left; the same for the same numbers."""
+    toy = ToyScheduler(seed, 16, 4, max_num_seqs=6, max_model_len=32)
+    state = make_state(16, 4, max_num_seqs=6, max_model_len=32)
+    for _ in range(steps):
+        state.commit(state.apply(toy.next_step()), toy.settle())
+    return toy, state
