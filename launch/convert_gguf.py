@@ -23,6 +23,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
 from .convert_tokenizer import eos_token_ids, tokenizer_files
+from .gguf_header import check_gguf_header
 from .progress import Stage
 
 _TOP_LEVEL_NAMES = {
@@ -84,26 +85,15 @@ def read_gguf(path: Path) -> GGUFReader:
 
     Raises: ValueError for a missing, foreign, damaged or truncated file.
     """
-    try:
-        with open(path, "rb") as file:
-            magic = file.read(4)
-            num_bytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    if magic != b"GGUF":
-        raise ValueError(
-            f"{path} is not a GGUF file: it starts with {magic!r}, not b'GGUF'; give a .gguf file or a model folder"
-        )
-    truncated = (
-        f"{path} is truncated or damaged ({num_bytes} bytes are there, {{}}); download it again"
-    )
+    check_gguf_header(path)
+    truncated = f"{path} is truncated or damaged ({path.stat().st_size} bytes are there, {{}}); download it again"
     try:
         reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        # The reader slices a memory map and trips over whatever the cut left: its own words help nobody.
-        raise ValueError(truncated.format("its header does not end in them")) from error
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        # All lengths are right, so a value is wrong: a key twice, no UTF-8, tensor data that is not there.
+        raise ValueError(truncated.format("the reader stumbles in them")) from error
     end = max((int(t.data_offset + t.n_bytes) for t in reader.tensors), default=0)
-    if end > num_bytes:
+    if end > path.stat().st_size:
         raise ValueError(truncated.format(f"its tensors need {end}"))
     return reader
 

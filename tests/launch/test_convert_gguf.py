@@ -182,6 +182,28 @@ def test_a_truncated_file_gets_one_sentence(tiny_llama, tmp_path: Path, kept: in
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_damaged_count_is_found_before_it_is_believed(tiny_llama, tmp_path: Path) -> None:
+    """An array of 2**40 numbers in a file of 80 kB made the reader append empty values until memory was gone."""
+    path = tiny_llama().write(tmp_path / "tiny.gguf")
+    data = bytearray(path.read_bytes())
+    key = data.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type")
+    count = key + 4 + 4  # after the value's type and the items' type
+    assert int.from_bytes(data[count : count + 8], "little") == 3 + 256 + 10
+    data[count + 5] = 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        convert_gguf(path, tmp_path / "hf")
+
+
+def test_another_gguf_version_is_refused_by_name(tiny_llama, tmp_path: Path) -> None:
+    path = tiny_llama().write(tmp_path / "tiny.gguf")
+    data = bytearray(path.read_bytes())
+    data[4:8] = (1).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="GGUF version 1"):
+        convert_gguf(path, tmp_path / "hf")
+
+
 def test_flipped_header_bytes_never_escape_as_another_error(tiny_llama, tmp_path: Path) -> None:
     """A damaged length sends the reader anywhere; whatever it trips over must be a ValueError."""
     path = tiny_llama(num_layers=1).write(tmp_path / "tiny.gguf")
