@@ -77,12 +77,34 @@ def valid_next_frames(count: int) -> list[bytes]:
     return frames
 
 
+def with_other_number(frame: bytes, generator: random.Random) -> bytes:
+    """Right in its form, wrong in one number of one list: what only the check against the tables can find."""
+    values = msgpack.unpackb(frame, strict_map_key=False)
+    lists = [(values, place) for place in range(4, len(values))]
+    lists += [
+        (inner, place) for inner in (values[5], values[9]) for place in range(len(inner or ()))
+    ]
+    lists = [(holder, place) for holder, place in lists if isinstance(holder[place], bytes)]
+    holder, place = generator.choice(lists)
+    numbers = bytearray(holder[place])
+    if not numbers or generator.random() < 0.2:
+        numbers += generator.choice((-1, 0, 1, 3, 2**31 - 1)).to_bytes(4, "little", signed=True)
+    else:
+        at = generator.randrange(len(numbers) // 4) * 4
+        number = generator.choice((-1, 0, 1, 2, 7, generator.randrange(-(2**31), 2**31)))
+        numbers[at : at + 4] = number.to_bytes(4, "little", signed=True)
+    holder[place] = bytes(numbers)
+    return msgpack.packb(values)
+
+
 def mutate(frame: bytes, generator: random.Random) -> bytes:
-    kind = generator.randrange(6)
+    kind = generator.randrange(8)
     if kind == 0:
         return generator.randbytes(generator.randrange(200))
     if kind == 1:
         return frame[: generator.randrange(len(frame))]
+    if kind >= 6:
+        return with_other_number(frame, generator)
     changed = bytearray(frame)
     if kind == 2:
         changed += generator.randbytes(generator.randint(1, 8))
