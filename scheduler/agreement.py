@@ -64,11 +64,12 @@ def batch_order(scheduled: np.ndarray, num_computed_tokens: np.ndarray) -> np.nd
     Shapes: scheduled and num_computed_tokens [max_num_seqs]; returns [num_reqs] int32 rows.
     Example: row 7 runs 1 token, row 6 runs 8 -> [7, 6].
     """
-    rows = np.flatnonzero(scheduled).astype(np.int32)
-    key = 2 * scheduled[rows].astype(np.int64) + (num_computed_tokens[rows] == 0)
-    if len(rows) and (key == 2).all():  # steady decode: one token each, all with context
-        return rows
-    return rows[np.argsort(key, kind="stable")]
+    rows = np.flatnonzero(scheduled)
+    counts, computed = scheduled[rows], num_computed_tokens[rows]
+    if len(rows) and counts.max() == 1 and computed.min() > 0:  # steady decode: in row order already
+        return rows.astype(np.int32)
+    key = 2 * counts.astype(np.int64) + (computed == 0)
+    return rows[np.argsort(key, kind="stable")].astype(np.int32)
 
 
 def plan_step(

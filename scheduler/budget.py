@@ -16,8 +16,8 @@ NO_ROWS = np.empty(0, np.int32)
 class Share:
     """Who runs what, as exceptions to the default that a row with one uncomputed token runs it.
 
-    Shapes: run_rows and run_counts [n] int32, paused_rows [m] int32. left: tokens for newcomers. next_turn: the row that
-    comes first when the budget next serves rows in turn; None if it did not.
+    Shapes: run_rows and run_counts [n] int32, paused_rows [m] int32. left: tokens for newcomers. next_turn: the row
+    that comes first when the budget next serves rows in turn; None if it did not.
     """
 
     run_rows: np.ndarray = field(default_factory=lambda: NO_ROWS)

@@ -1,0 +1,119 @@
+"""The rules that both sides share: who runs by default, batch order, block growth."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rowcast.scheduler.agreement import (
+    batch_order,
+    derive_growth,
+    plan_step,
+    query_start_loc,
+    scheduled_tokens,
+)
+from rowcast.scheduler.kv_groups import KVGroupSpec, agree_on_groups, blocks_needed
+
+NONE = np.empty(0, np.int32)
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def lengths(rows: dict[int, tuple[int, int]], max_num_seqs: int = 8) -> SimpleNamespace:
+    """A table from {row: (num_tokens, num_computed_tokens)}."""
+    table = SimpleNamespace(
+        live=np.zeros(max_num_seqs, bool),
+        num_tokens=np.zeros(max_num_seqs, np.int32),
+        num_computed_tokens=np.zeros(max_num_seqs, np.int32),
+    )
+    for row, (num_tokens, num_computed) in rows.items():
+        table.live[row] = True
+        table.num_tokens[row] = num_tokens
+        table.num_computed_tokens[row] = num_computed
+    return table
+
+
+def test_worked_example_order_and_growth():
+    """DESIGN.md section 1: one token of row 7, eight of row 6; neither holds too few blocks."""
+    table = lengths({7: (32, 31), 6: (40, 16)})
+    plan = plan_step(table, i32(6), i32(8), NONE)
+    assert plan.index_mapping.tolist() == [7, 6]
+    assert plan.num_scheduled_tokens.tolist() == [1, 8]
+    assert plan.num_computed_tokens.tolist() == [31, 16]
+    assert plan.samples.tolist() == [True, False]
+    assert query_start_loc(plan).tolist() == [0, 1, 9]
+    rows, counts = derive_growth(plan, i32(0, 0, 0, 0, 0, 0, 2, 2), 16)
+    assert rows.tolist() == counts.tolist() == []
+
+
+def test_growth_is_in_row_order_though_the_batch_is_not():
+    """The ids travel without rows: two sides that walk the rows differently would swap blocks."""
+    table = lengths({7: (33, 32), 6: (60, 16), 2: (16, 0)})
+    plan = plan_step(table, i32(6, 2), i32(40, 16), NONE)
+    assert plan.index_mapping.tolist() == [7, 2, 6]
+    rows, counts = derive_growth(plan, i32(0, 0, 0, 0, 0, 0, 1, 2), 16)
+    assert rows.tolist() == [2, 6, 7]
+    assert counts.tolist() == [1, blocks_needed(16 + 40, 16) - 1, 1]
+
+
+def test_growth_at_the_border_of_a_block():
+    """Off by one here and a token is written to a block that its row does not hold."""
+    held = i32(2)
+    for computed, grows in ((30, False), (31, False), (32, True), (33, True)):
+        plan = plan_step(lengths({0: (computed + 1, computed)}, 1), NONE, NONE, NONE)
+        assert (len(derive_growth(plan, held, 16)[0]) == 1) is grows, computed
+
+
+def test_a_row_with_one_uncomputed_token_runs_it_unless_paused():
+    """The default that costs no bytes, and its exceptions."""
+    table = lengths({0: (5, 4), 1: (5, 4), 2: (9, 0), 3: (9, 0), 4: (1, 0)})
+    scheduled = scheduled_tokens(table, i32(3), i32(9), i32(1))
+    assert scheduled.tolist() == [1, 0, 0, 9, 1, 0, 0, 0]
+
+
+def test_order_is_fewest_tokens_then_context_then_row():
+    """A fresh one-token prompt among decodes must come after those that have context."""
+    scheduled = i32(1, 5, 1, 5, 1, 0)
+    computed = i32(0, 0, 7, 3, 9, 4)
+    assert batch_order(scheduled, computed).tolist() == [2, 4, 0, 3, 1]
+
+
+def test_a_step_without_tokens_is_an_empty_plan():
+    plan = plan_step(lengths({3: (9, 4)}), NONE, NONE, NONE)
+    assert plan.num_reqs == 0
+    assert query_start_loc(plan).tolist() == [0]
+    assert derive_growth(plan, np.zeros(8, np.int32), 16)[0].tolist() == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=20))
+@settings(deadline=None)
+def test_order_is_that_of_the_rule_said_in_words(rows):
+    """The vectorised keys against the sentence in DESIGN.md."""
+    scheduled = np.array([count for count, _ in rows], np.int32)
+    computed = np.array([computed for _, computed in rows], np.int32)
+    expected = sorted(
+        (row for row, (count, _) in enumerate(rows) if count),
+        key=lambda row: (rows[row][0], rows[row][1] == 0, row),
+    )
+    assert batch_order(scheduled, computed).tolist() == expected
+
+
+def test_the_rank_with_the_fewest_blocks_decides():
+    """T06: rank 0 sized 2,111 blocks and sent ids that rank 1, with 2,055, does not have."""
+    spec = KVGroupSpec(block_size=16, num_kv_heads=2, head_dim=8, layers=(0, 1))
+    groups, num_blocks = agree_on_groups([[spec], [spec]], [2111, 2055])
+    assert (groups, num_blocks) == ((spec,), 2055)
+
+
+def test_ranks_with_different_groups_are_refused_by_name():
+    one = KVGroupSpec(block_size=16, num_kv_heads=2, head_dim=8, layers=(0, 1))
+    other = KVGroupSpec(block_size=8, num_kv_heads=2, head_dim=8, layers=(0, 1))
+    with pytest.raises(ValueError, match="rank 1 describes"):
+        agree_on_groups([[one], [other]], [10, 10])
+    with pytest.raises(ValueError, match="rank 1 has memory for 1 KV blocks"):
+        agree_on_groups([[one], [one]], [10, 1])
