@@ -66,7 +66,7 @@ def batch_order(scheduled: np.ndarray, num_computed_tokens: np.ndarray) -> np.nd
     """
     rows = np.flatnonzero(scheduled)
     counts, computed = scheduled[rows], num_computed_tokens[rows]
-    if len(rows) and counts.max() == 1 and computed.min() > 0:  # steady decode: in row order already
+    if len(rows) and counts.max() == 1 and computed.min() > 0:  # steady: in row order already
         return rows.astype(np.int32)
     key = 2 * counts.astype(np.int64) + (computed == 0)
     return rows[np.argsort(key, kind="stable")].astype(np.int32)

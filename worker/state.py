@@ -122,7 +122,8 @@ class WorkerState:
         """
         assert len(tokens) == plan.num_reqs, (len(tokens), plan.num_reqs)
         requests = self.requests
-        rows = plan.index_mapping.astype(np.intp)  # NumPy scatters five times faster by its own index type
+        # NumPy scatters five times faster by its own index type than by int32.
+        rows = plan.index_mapping.astype(np.intp)
         ends = plan.num_computed_tokens + plan.num_scheduled_tokens
         if plan.samples.all():
             sampling_rows, sampling_ends = rows, ends
