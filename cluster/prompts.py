@@ -96,6 +96,5 @@ def _is_token_id(value: Any) -> bool:
         number = operator.index(value)
     except TypeError:
         return False
-    return (
-        -(2**31) <= number < 2**31
-    )  # the wire's; whether the vocabulary has it is the scheduler's check
+    # In the wire's int32; whether the vocabulary has it is the scheduler's check.
+    return -(2**31) <= number < 2**31

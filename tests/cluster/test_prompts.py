@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from rowcast import SamplingParams
-from rowcast.launch.prompts import is_one_prompt, list_params, list_prompts
+from rowcast.cluster.prompts import is_one_prompt, list_params, list_prompts
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,357 @@
+"""The embedded engine: scheduler and one worker in this process and thread, no Ray and no sockets.
+
+The two loops are the cluster's own. Queues carry their messages, and every delta is really encoded and decoded, so what
+is true here is true there. Owns the queues, the turns and the requests' text; decides and computes nothing itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from ..cluster.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from ..cluster.text import IncrementalDetokenizer, TextProcessor
+from ..scheduler.door import Door
+from ..scheduler.front_messages import (
+    Abort,
+    Ack,
+    FinishCode,
+    Outputs,
+    Refused,
+    Register,
+    Submit,
+    decode,
+    encode,
+    make_submit_key,
+)
+from ..scheduler.kv_groups import agree_on_groups
+from ..scheduler.loop import SchedulerLoop, WorkerGroupError
+from ..scheduler.sampling_params import MAX_SEED, SamplingParams
+from ..scheduler.scheduler import Scheduler
+from ..worker.loop import WorkerLoop
+from .config import EnginePlan
+
+_FRONT = b"embedded"
+_FINISH_REASON: dict[FinishCode, FinishReason] = {
+    FinishCode.STOP: "stop",
+    FinishCode.LENGTH: "length",
+    FinishCode.ABORT: "abort",
+    FinishCode.ERROR: "error",
+}
+
+
+class QueueChannel:
+    """One end of a pair of queues: what one side sends, the other receives."""
+
+    def __init__(self, inbox: deque[bytes], outbox: deque[bytes]):
+        self._inbox = inbox
+        self._outbox = outbox
+
+    @classmethod
+    def pair(cls) -> tuple[QueueChannel, QueueChannel]:
+        one: deque[bytes] = deque()
+        other: deque[bytes] = deque()
+        return cls(one, other), cls(other, one)
+
+    def receive(self, timeout_s: float | None) -> bytes | None:
+        # Never waits: the other side is this same thread.
+        return self._inbox.popleft() if self._inbox else None
+
+    def send(self, message: bytes) -> None:
+        self._outbox.append(message)
+
+    def close(self) -> None:
+        self._inbox.clear()
+
+
+class QueueFronts:
+    """The scheduler's view of its only front."""
+
+    def __init__(self, channel: QueueChannel):
+        self._channel = channel
+
+    def receive(self, timeout_s: float | None) -> tuple[bytes, bytes] | None:
+        message = self._channel.receive(timeout_s)
+        return None if message is None else (_FRONT, message)
+
+    def send(self, front_id: bytes, message: bytes) -> None:
+        self._channel.send(message)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@dataclass(kw_only=True, slots=True)
+class Request:
+    """One request from its submission to its end, as its caller sees it."""
+
+    submit: Submit
+    prompt: str | None
+    prompt_token_ids: list[int]
+    detokenizer: IncrementalDetokenizer
+    metrics: RequestMetrics | None = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    num_in_text: int = 0
+    text_is_whole: bool = False
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def take(self, token: int, code: FinishCode, now: float) -> None:
+        """One entry of an outputs message; token is -1 where an end brings none."""
+        assert self.metrics is not None, "a request that was never queued has an output"
+        if token >= 0:
+            if not self.token_ids:
+                self.metrics.first_token_time_s = now
+            self.token_ids.append(token)
+        if code is not FinishCode.RUNNING:
+            self.finish_reason = _FINISH_REASON[code]
+            self.metrics.finished_time_s = now
+
+    def output(self) -> RequestOutput:
+        """What has come so far. Only here do tokens become text: `generate` pays for it once."""
+        if self.num_in_text < len(self.token_ids) or not self.text_is_whole:
+            new = self.token_ids[self.num_in_text :]
+            self.text += self.detokenizer.append(new, self.finished)
+            self.num_in_text = len(self.token_ids)
+            self.text_is_whole = self.finished
+        last = self.token_ids[-1] if self.token_ids else None
+        named = self.finish_reason == "stop" and last in self.submit.params.stop_token_ids
+        completion = CompletionOutput(
+            index=0,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=last if named else None,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion],
+            finished=self.finished,
+            metrics=self.metrics,
+        )
+
+
+class EmbeddedEngine:
+    """Scheduler and worker of one plan. Belongs to one thread at a time: `LLM` holds a lock.
+
+    runner: a worker's executor that is loaded, allocated and warm (`worker/model_runner.py`).
+    """
+
+    def __init__(self, plan: EnginePlan, *, on_load: Callable[[float], None] | None = None):
+        from ..worker.model_runner import ModelRunner  # loads torch
+
+        self.text = TextProcessor(plan.model_dir)
+        self._runner = ModelRunner(plan.worker)
+        self._runner.load(on_load)
+        groups, num_blocks = agree_on_groups(
+            [self._runner.group_specs], [self._runner.max_num_blocks]
+        )
+        self._runner.allocate(num_blocks)
+        self._runner.warm_up()
+        scheduler = Scheduler(plan.scheduler, groups, num_blocks)
+        self._door = Door(plan.scheduler, groups, scheduler.pool.usable)
+
+        epoch = time.time_ns()
+        to_workers, of_worker = QueueChannel.pair()
+        fronts, self._front = QueueChannel.pair()
+        self._worker_loop = WorkerLoop(self._runner, of_worker, rank=0, epoch=epoch)
+        self._worker_error: Exception | None = None
+        self._scheduler_loop = SchedulerLoop(
+            scheduler,
+            workers=to_workers,
+            fronts=QueueFronts(fronts),
+            wait=self._let_worker_turn,
+            epoch=epoch,
+            num_ranks=1,
+        )
+        self._scheduler_loop.handshake()
+        self._front.send(encode(Register(front_name="embedded")))
+        self._client_uuid = os.urandom(16)
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, Request] = {}
+        self._failed: str | None = None
+
+    # Requests
+
+    def prepare(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None,
+        request_id: str | None = None,
+    ) -> Request:
+        """Make a request that the scheduler will take; nothing is queued yet.
+
+        Raises: ValueError, one sentence, for what the scheduler would refuse.
+        """
+        number = next(self._numbers)
+        name = request_id or f"request-{number}"
+        submit = Submit(
+            number=number,
+            submit_key=make_submit_key(self._client_uuid, number),
+            request_id=name,
+            prompt_token_ids=np.array(prompt_token_ids, np.int32),
+            seed=random.SystemRandom().randint(0, MAX_SEED) if params.seed is None else params.seed,
+            params=params,
+        )
+        try:
+            self._door.check(_FRONT, submit)
+        except ValueError as error:
+            # The caller knows its prompts by their place, not by the name that was just made up.
+            raise ValueError(str(error).removeprefix(f"request {name}: ")) from None
+        return Request(
+            submit=submit,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            detokenizer=IncrementalDetokenizer(self.text, prompt_token_ids),
+        )
+
+    def queue(self, request: Request) -> None:
+        """Hand a prepared request to the scheduler."""
+        self._refuse_if_failed()
+        request.metrics = RequestMetrics(arrival_time_s=time.monotonic())
+        self._requests[request.submit.number] = request
+        self._front.send(encode(request.submit))
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """End requests at once and wait until the scheduler has let go of them. Finished ones are left as they are."""
+        numbers = [request.submit.number for request in requests]
+        live = [number for number in numbers if number in self._requests]
+        if not live or self._failed is not None:
+            return
+        self._front.send(encode(Abort(numbers=np.array(live, np.int64))))
+        while any(number in self._requests for number in live):
+            self.step()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._requests)
+
+    # The engine's turns
+
+    def step(self) -> None:
+        """One turn of the scheduler and one of the worker; then every request has what came of it.
+
+        Raises: RuntimeError, one sentence, when the engine failed; it stays unusable.
+        """
+        self._refuse_if_failed()
+        try:
+            with _interrupts_held():
+                moved = self._scheduler_loop.turn(0.0)
+                moved = self._worker_turn() or moved
+        except WorkerGroupError as error:
+            self._failed = str(error)
+            raise RuntimeError(self._failed) from self._worker_error
+        except BaseException as error:
+            self._failed = f"a step ended in the middle ({type(error).__name__}: {error})"
+            raise
+        moved = self._take_outputs() or moved
+        assert moved or not self._requests, (
+            f"no progress with {len(self._requests)} live requests: {self._scheduler_loop.snapshot()}"
+        )
+
+    def _let_worker_turn(self, timeout_s: float | None) -> None:
+        """What the scheduler waits for is the worker, which is this same thread."""
+        self._worker_turn()
+
+    def _worker_turn(self) -> bool:
+        if self._worker_error is not None:
+            return False
+        try:
+            return self._worker_loop.turn(0.0)
+        except Exception as error:
+            # It has reported the error as a message too: the scheduler ends every request and says so.
+            self._worker_error = error
+            return True
+
+    def _take_outputs(self) -> bool:
+        ended: list[int] = []
+        moved = False
+        while (message := self._front.receive(0.0)) is not None:
+            moved = True
+            received = decode(message)
+            if isinstance(received, Refused):
+                request = self._requests.pop(received.number, None)
+                if request is not None:
+                    request.error = received.text
+                    request.finish_reason = "error"
+                continue
+            assert isinstance(received, Outputs), f"front got {type(received).__name__}"
+            now = time.monotonic()
+            columns = (received.numbers, received.tokens, received.finish_codes)
+            for number, token, code in zip(*(c.tolist() for c in columns), strict=True):
+                request = self._requests[number]
+                request.take(token, FinishCode(code), now)
+                if request.finished:
+                    del self._requests[number]
+                    ended.append(number)
+        if ended:
+            self._front.send(encode(Ack(numbers=np.array(ended, np.int64))))
+        return moved
+
+    def _refuse_if_failed(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(f"the engine has stopped: {self._failed}; make a new LLM")
+
+    def snapshot(self) -> dict[str, Any]:
+        """The scheduler's counts: running, waiting, free_blocks and so on."""
+        return self._scheduler_loop.snapshot()
+
+    def close(self) -> None:
+        """Give the model's memory back. Requests that still run are dropped."""
+        self._failed = self._failed or "it was closed"
+        self._requests.clear()
+        self._runner.close()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back until a step is done, so that the tables are whole when they are raised.
+
+    A second one is not held: a step that hangs can still be left.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals only ever interrupt the main thread
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in held:
+        handlers[signal.Signals(number)](number, None)

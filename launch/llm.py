@@ -1,0 +1,270 @@
+"""`rowcast.LLM`: a model in a script. Names follow vLLM's, so that a script ports by changing its import.
+
+With one rank it is embedded: this process, no Ray. With more, or an address, it brings up an engine on a Ray cluster as
+`rowcast serve` does, and ends what it started. Owns that choice; the engines are elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..cluster.prompts import Prompt, Prompts, is_one_prompt, list_params, list_prompts
+from ..scheduler.sampling_params import SamplingParams
+from .config import EngineOptions, EnginePlan, Environment, plan_engine
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..cluster.outputs import RequestOutput
+    from .embedded import Request
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+ManyParams = SamplingParams | Sequence[SamplingParams] | None
+
+
+class _Engine(Protocol):
+    """What LLM needs of an engine, embedded or on a cluster."""
+
+    def generate(
+        self, prompts: Prompts, sampling_params: ManyParams = None
+    ) -> list[RequestOutput]: ...
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[RequestOutput]: ...
+    def abort(self, request_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class LLM:
+    """One model, ready to answer. A context manager; `close` gives back everything it took.
+
+    model: a name that `rowcast pull` knows (fetched at first use) or a Hugging Face folder. dtype "auto" is float32 on
+        a CPU. kv_cache_memory: bytes or text such as "512MiB". address: a Ray cluster ("host:6379", "auto"); with
+        tensor_parallel_size above 1 and no address, RAY_ADDRESS or a local one is used. name: the engine's on that
+        cluster, made up when None. console: a rich Console for progress; None prints nothing.
+    plan: the options that were settled, and the model's config.
+
+    Example: `LLM("smollm2-135m").generate("Once upon a time", SamplingParams(max_tokens=8))[0].outputs[0].text`
+    Raises: ValueError, one sentence, for a mistake in the options; RuntimeError when the engine cannot start.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_memory: int | str | None = None,
+        kernel_backend: str = "auto",
+        device: str = "auto",
+        num_threads: int | None = None,
+        name: str | None = None,
+        address: str | None = None,
+        console: Console | None = None,
+    ):
+        options = EngineOptions(
+            model=os.fspath(model),
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory=kv_cache_memory,
+            kernel_backend=kernel_backend,
+            device=device,
+            num_threads=num_threads,
+            name=name or f"llm-{os.getpid()}-{os.urandom(3).hex()}",
+        )
+        environment = Environment.read()
+        plan = plan_engine(options, environment, console=console)
+        from ..cluster.text import TextProcessor
+
+        self.plan = plan
+        self._text = TextProcessor(plan.model_dir)
+        if options.tensor_parallel_size == 1 and address is None:
+            self._engine: _Engine = _Embedded(plan, console=console)
+        else:
+            from .served import ServedLLM
+
+            self._engine = ServedLLM(plan, environment, address=address, console=console)
+        # Not self.close: that would keep the LLM, and with it the weights, alive until the process ends. Registered
+        # last, so that at exit it runs before Ray's own hook takes the connection away.
+        self._close = weakref.finalize(self, self._engine.close)
+        atexit.register(self._close)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._text.has_chat_template
+
+    def generate(self, prompts: Prompts, sampling_params: ManyParams = None) -> list[RequestOutput]:
+        """Answer prompts, all at once; the results are in the prompts' order.
+
+        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list.
+        Raises: ValueError naming the prompt that cannot be served, before any is started; RuntimeError when the engine
+            fails.
+        """
+        return self._engine.generate(prompts, sampling_params)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt as its tokens come: each output holds all text so far. Leaving the loop aborts it."""
+        return self._engine.stream(prompt, sampling_params, request_id)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: ManyParams = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        return self.generate([self._text.encode_chat(c) for c in conversations], sampling_params)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """`stream` for one conversation."""
+        return self.stream(self._text.encode_chat(messages), sampling_params, request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request that another thread, or an open `stream`, is waiting for."""
+        self._engine.abort(request_id)
+
+    def close(self) -> None:
+        """Stop the engine, and the Ray cluster if this LLM started it. A second call does nothing."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Embedded:
+    """The embedded engine behind a lock, so that several threads may share one LLM."""
+
+    def __init__(self, plan: EnginePlan, *, console: Console | None):
+        from .embedded import EmbeddedEngine
+        from .stages import load_bar
+
+        with load_bar(console, f"load {plan.options.model}") as on_load:
+            self._engine = EmbeddedEngine(plan, on_load=on_load)
+        # Beyond these the scheduler would refuse: the rest of a long list waits here.
+        self._max_live = plan.scheduler.max_waiting
+        self._lock = threading.RLock()
+        self._live: dict[str, Request] = {}
+
+    def generate(self, prompts: Prompts, sampling_params: ManyParams = None) -> list[RequestOutput]:
+        listed = list_prompts(prompts)
+        params = list_params(sampling_params, len(listed))
+        one = is_one_prompt(prompts)
+        requests: list[Request] = []
+        for index, (prompt, wanted) in enumerate(zip(listed, params, strict=True)):
+            try:
+                requests.append(self._prepare(prompt, wanted, None))
+            except ValueError as error:
+                raise ValueError(str(error) if one else f"prompts[{index}]: {error}") from None
+        with self._lock:
+            try:
+                for request in requests:
+                    while self._engine.num_live >= self._max_live:
+                        self._engine.step()
+                    self._queue(request)
+                while not all(request.finished for request in requests):
+                    self._engine.step()
+            finally:
+                self._end(requests)
+        for request in requests:
+            _raise_if_refused(request)
+        return [request.output() for request in requests]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        listed = [prompt] if isinstance(prompt, str) else list_prompts([prompt])
+        (params,) = list_params(sampling_params, 1)
+        return self._outputs(self._prepare(listed[0], params, request_id))
+
+    def _outputs(self, request: Request) -> Iterator[RequestOutput]:
+        # Queued at the first `next`: a generator that is never started has no end to clean up at.
+        with self._lock:
+            self._queue(request)
+        seen = 0
+        try:
+            while not request.finished:
+                with self._lock:
+                    # Another thread's step may have brought this request's token, or its end, in the meantime.
+                    if len(request.token_ids) == seen and not request.finished:
+                        self._engine.step()
+                if len(request.token_ids) > seen and not request.finished:
+                    seen = len(request.token_ids)
+                    yield request.output()
+            _raise_if_refused(request)
+            yield request.output()
+        finally:
+            with self._lock:
+                self._end([request])
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            request = self._live.get(request_id)
+            if request is not None:
+                self._engine.abort([request])
+
+    def close(self) -> None:
+        with self._lock:
+            self._engine.close()
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+        is_text = isinstance(prompt, str)
+        ids = self._engine.text.encode(prompt) if is_text else list(prompt)
+        text = prompt if is_text else None
+        return self._engine.prepare(ids, params, prompt=text, request_id=request_id)
+
+    def _queue(self, request: Request) -> None:
+        if request.request_id in self._live:
+            raise ValueError(f"request_id {request.request_id!r} is in use by a live request")
+        self._engine.queue(request)
+        self._live[request.request_id] = request
+
+    def _end(self, requests: list[Request]) -> None:
+        """Leave nothing behind, however the caller left: whatever still runs is aborted."""
+        for request in requests:
+            if self._live.get(request.request_id) is request:
+                del self._live[request.request_id]
+        # An engine that failed has ended its requests already, and says so through the error on its way.
+        with suppress(RuntimeError):
+            self._engine.abort(requests)
+
+
+def _raise_if_refused(request: Request) -> None:
+    if request.error is not None:
+        raise RuntimeError(request.error)
