@@ -86,7 +86,9 @@ class TextProcessor:
     # Text to ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the BOS that the model's tokenizer puts before it, if it does.
+        """Token ids of a text, with the BOS that tokenizer.json puts before it, if it does.
+
+        (`add_bos_token` of tokenizer_config.json decides nothing beside a tokenizer.json, in transformers neither.)
 
         Raises: ValueError for text that is not Unicode (a lone surrogate); TypeError for something that is no text.
         """
@@ -166,7 +168,6 @@ class TextProcessor:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._add_configured_tokens(tokenizer)
-        self._set_configured_bos_and_eos(tokenizer)
         return tokenizer
 
     def _add_configured_tokens(self, tokenizer: Tokenizer) -> None:
@@ -175,27 +176,6 @@ class TextProcessor:
         missing = [token for token in self.special_tokens.values() if token not in marked]
         if missing:
             tokenizer.add_special_tokens(list(dict.fromkeys(missing)))
-
-    def _set_configured_bos_and_eos(self, tokenizer: Tokenizer) -> None:
-        """`add_bos_token` and `add_eos_token`, where given, overrule tokenizer.json (as in transformers)."""
-        from tokenizers import processors
-
-        flags = {
-            role: self._tokenizer_config.get(f"add_{role}_token", False) for role in ("bos", "eos")
-        }
-        given = any(f"add_{role}_token" in self._tokenizer_config for role in flags)
-        if not given and tokenizer.post_processor is not None:
-            return
-        added = {
-            role: self.special_tokens[f"{role}_token"]
-            for role, wanted in flags.items()
-            if wanted and f"{role}_token" in self.special_tokens
-        }
-        single = " ".join(filter(None, (added.get("bos"), "$A", added.get("eos"))))
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=single,
-            special_tokens=[(token, tokenizer.token_to_id(token)) for token in added.values()],
-        )
 
     def _chat_template(self, *, tools: bool) -> ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._chat_templates else "default"
@@ -244,21 +224,20 @@ class TextProcessor:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
-    def max_unsure_characters(self) -> int:
-        """How many trailing U+FFFD of a text the next token may still turn into a character.
-
-        A byte-level decoder prints one for an unfinished character, a byte-fallback decoder one for each of its bytes.
-        """
-        return 1 if "ByteLevel" in str(self._tokenizer.decoder) else 3
+    def is_byte_level(self) -> bool:
+        """Whether tokens are pieces of UTF-8 bytes (GPT-2, Llama 3), so that one may end inside a character."""
+        return "ByteLevel" in str(self._tokenizer.decoder)
 
     def names(self, token_id: int) -> bool:
         """Whether the tokenizer has a token of this id."""
         return self._tokenizer.id_to_token(token_id) is not None
 
-    def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is one byte of a byte-fallback vocabulary (`<0xE1>`)."""
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte of a single-byte token of a byte-fallback vocabulary (`<0xE1>`: Llama 2, Gemma), else None."""
         token = self._tokenizer.id_to_token(token_id)
-        return token is not None and len(token) == 6 and token.startswith("<0x")
+        if token is None or len(token) != 6 or not token.startswith("<0x"):
+            return None
+        return int(token[3:5], 16)
 
 
 class IncrementalDetokenizer:
@@ -291,58 +270,71 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         # Of the window's text, what callers already have or what is the prompt's.
         self._given = ""
-        # An unfinished character at the prompt's end: the prompt's, unless the output completes it.
-        self._prompt_tail = ""
-        # The window's length when its text last ended between two characters.
+        # The prompt's text with its unfinished character, which stays the prompt's unless the output completes it.
+        self._prompt_text = ""
+        # How many of the window's tokens end between two characters: a place where it may be cut.
         self._whole = 0
         if self._has_text:
             self._window = self._prompt_context(prompt_ids)
-            text = self._decode()
-            self._given = self._without_unsure(text)
-            self._prompt_tail = text[len(self._given) :]
-            self._whole = 0 if self._prompt_tail else len(self._window)
+            self._given, self._whole = self._sure_text()
+            self._prompt_text = self._decode(self._window)
 
     def append(self, token_ids: Iterable[int], finished: bool) -> str:
         """The new text after `token_ids`; with `finished`, also what was held."""
         if not self._has_text:
             return ""
         self._window.extend(token_id for token_id in map(int, token_ids) if self._shows(token_id))
-        text = self._decode()
-        sure = text if finished else self._without_unsure(text)
-        if self._prompt_tail and sure.startswith(self._given + self._prompt_tail):
-            self._given += self._prompt_tail
-            self._prompt_tail = ""
-        if (
-            not sure.startswith(self._given)
-            and sure != text
-            and len(self._window) <= 2 * self._WINDOW_TOKENS
-        ):
-            # A byte-fallback decoder prints a whole run of bytes as U+FFFD while the last character is unfinished.
-            return ""
-        new = sure[len(self._given) :]
+        text, num_whole = (self._decode(self._window), 0) if finished else self._sure_text()
+        if self._prompt_text and text.startswith(self._prompt_text):
+            self._given, self._prompt_text = self._prompt_text, ""
+        new = text[len(self._given) :]
         if new:
-            self._given = sure
-            self._prompt_tail = ""
+            self._given, self._prompt_text = text, ""
         if not finished:
-            self._slide(is_whole=sure == text)
+            self._slide(num_whole)
         return new
 
-    def _slide(self, *, is_whole: bool) -> None:
+    def _sure_text(self) -> tuple[str, int]:
+        """The window's text without an unfinished character at its end, and how many tokens it is the text of.
+
+        0 tokens: the text ends inside a token.
+        """
+        if self._processor.is_byte_level:
+            # The decoder prints one U+FFFD for all bytes of an unfinished character.
+            text = self._decode(self._window)
+            if text.endswith(_REPLACEMENT):
+                return text[:-1], 0
+            return text, len(self._window)
+        # A byte-fallback decoder prints a whole run of bytes as U+FFFD when its last character is unfinished: so the
+        # unfinished one is not shown to it.
+        num_tokens = len(self._window) - self._num_unfinished_bytes()
+        return self._decode(self._window[:num_tokens]), num_tokens
+
+    def _num_unfinished_bytes(self) -> int:
+        """How many single-byte tokens at the window's end wait for the rest of their character."""
+        for count, token_id in enumerate(reversed(self._window[-3:]), start=1):
+            byte = self._processor.byte_of(token_id)
+            if byte is None or byte < 0x80 or byte > 0xF4:
+                return 0
+            if byte >= 0xC2:  # the first byte of a character, which says how many it has
+                return count if count < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0
+        return 0
+
+    def _slide(self, num_whole: int) -> None:
         """Forget old tokens once the window is long, without changing what is still to be given."""
         cut = 0
-        if is_whole:
-            cut, self._whole = self._whole, len(self._window)
+        if num_whole:
+            cut, self._whole = self._whole, num_whole
         elif len(self._window) - self._whole > self._WINDOW_TOKENS:
-            # Each token ends inside a character, or the model talks no UTF-8: there is no good place to cut.
+            # Each piece of a byte-level text ends inside a character, or the model talks no UTF-8: there is no good
+            # place to cut, and none is needed, for what a cut breaks at the front stays the same from then on.
             cut = len(self._window) - self._CONTEXT_TOKENS
         if len(self._window) <= self._WINDOW_TOKENS or not cut:
             return
-        rest = self._processor.decode(self._window[cut:], skip_special_tokens=False)
-        if not rest:
+        if not self._decode(self._window[cut:]):
             return  # Some decoders strip the space of a text's first word: context must have text.
         self._window = self._window[cut:]
-        self._given = self._without_unsure(rest)
-        self._whole = len(self._window) if is_whole else 0
+        self._given, self._whole = self._sure_text()
 
     def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The last few prompt tokens that have text, and not the middle of a run of single bytes."""
@@ -350,9 +342,8 @@ class IncrementalDetokenizer:
         for token_id in map(int, reversed(prompt_ids[-256:])):
             if not self._shows(token_id):
                 continue
-            if len(context) >= self._CONTEXT_TOKENS and not self._processor.is_byte_token(
-                context[-1]
-            ):
+            is_long = len(context) >= self._CONTEXT_TOKENS
+            if is_long and self._processor.byte_of(context[-1]) is None:
                 break
             context.append(token_id)
         return context[::-1]
@@ -362,13 +353,6 @@ class IncrementalDetokenizer:
             return False
         return self._processor.names(token_id)
 
-    def _decode(self) -> str:
-        return self._processor.decode(self._window, skip_special_tokens=False)
-
-    def _without_unsure(self, text: str) -> str:
-        """The text without the trailing U+FFFD that the next token may turn into a character."""
-        sure = len(text)
-        least = max(0, sure - self._processor.max_unsure_characters)
-        while sure > least and text[sure - 1] == _REPLACEMENT:
-            sure -= 1
-        return text[:sure]
+    def _decode(self, token_ids: list[int]) -> str:
+        # Special tokens are left out of the window where they are not wanted.
+        return self._processor.decode(token_ids, skip_special_tokens=False)
