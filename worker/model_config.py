@@ -94,9 +94,7 @@ class ModelConfig:
             )
         head_dim = reader.size("head_dim", hidden_size // num_heads)
         if head_dim % 2:
-            raise ValueError(
-                f"{path}: head_dim must be even for rotary positions, got {head_dim}"
-            )
+            raise ValueError(f"{path}: head_dim must be even for rotary positions, got {head_dim}")
         vocab_size = reader.size("vocab_size")
         return cls(
             architecture=architecture,
@@ -140,7 +138,11 @@ class _Reader:
         value = self.values.get(key)
         if value is None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
             raise ValueError(f"{self.path}: {key} must be a number above 0, got {_short(value)}")
         return float(value)
 
@@ -191,7 +193,9 @@ def _refuse_layer_kinds(path: Path, values: Mapping[str, Any]) -> None:
     kinds = values.get("layer_types")
     if kinds is None:
         return
-    strange = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+    strange = (
+        [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+    )
     if strange:
         raise ValueError(
             f"{path}: layer_types has {_short(strange[0])}; rowcast supports full_attention layers so far"
@@ -233,7 +237,7 @@ def _torch_dtype(path: Path, values: Mapping[str, Any]) -> str:
 def _eos_token_ids(
     values_of_path: Mapping[Path, Mapping[str, Any]], *, vocab_size: int
 ) -> tuple[int, ...]:
-    """Every id that either file calls end of sequence, each once. A chat model's second one is often in just one file."""
+    """Every id that either file calls end of sequence, each once; a chat model's second is often in one alone."""
     ids: dict[int, None] = {}
     for path, values in values_of_path.items():
         named = values.get("eos_token_id")

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 
-
 class TensorParallelGroup:
     """`world_size` ranks that run the same collectives in the same order.
 
@@ -144,7 +143,9 @@ def _gloo(store: Any, rank: int, world_size: int, interface: str | None, timeout
 
 def _nccl(store: Any, rank: int, world_size: int, interface: str | None, timeout: timedelta) -> Any:
     if interface:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=": this one, not every name that begins so
+        os.environ["NCCL_SOCKET_IFNAME"] = (
+            f"={interface}"  # "=": this one, not every name that begins so
+        )
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)

@@ -94,9 +94,7 @@ def shard_of_rank(config: ModelConfig, rank: int, world_size: int) -> Shard:
         bundle = 1
     bundles = level(attention, bundle * column, config.intermediate_size // bundle)
     columns = [count * bundle for count in bundles]
-    held = [
-        config.num_layers * (a + column * c) for a, c in zip(attention, columns, strict=True)
-    ]
+    held = [config.num_layers * (a + column * c) for a, c in zip(attention, columns, strict=True)]
     rows = level(held, row_parameters(config), config.vocab_size)
     return Shard(
         heads=heads[rank],

@@ -1,0 +1,160 @@
+"""Tiny models, transformers' own tokens for them, and rowcast's: a runner driven by the real scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rowcast.scheduler.config import SchedulerConfig
+from rowcast.scheduler.front_messages import Submit
+from rowcast.scheduler.messages import decode_frame, encode_step
+from rowcast.scheduler.sampling_params import SamplingParams
+from rowcast.scheduler.scheduler import Scheduler
+from rowcast.worker.config import WorkerConfig
+from rowcast.worker.model_runner import ModelRunner
+from rowcast.worker.parallel import TensorParallelGroup
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def make_runner(
+    folder: Path | str,
+    *,
+    parallel: TensorParallelGroup | None = None,
+    warm_up: bool = False,
+    **options,
+) -> ModelRunner:
+    """A loaded runner with its pool; options are WorkerConfig's."""
+    parallel = parallel or TensorParallelGroup.alone()
+    config = WorkerConfig(
+        model_dir=str(folder),
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        **{"max_model_len": 128, "device": "cpu", "max_num_seqs": 32, **options},
+    )
+    runner = ModelRunner(config, parallel)
+    runner.load()
+    # Ranks hold different numbers of heads; every rank allocates what the one with the largest blocks can.
+    counts = np.array([runner.max_num_blocks])
+    if parallel.world_size > 1:
+        import torch
+
+        counts = parallel.all_gather(torch.from_numpy(counts)).numpy()
+    runner.allocate(int(counts.min()))
+    if warm_up:
+        runner.warm_up()
+    return runner
+
+
+def generate(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    seeds: Sequence[int] | None = None,
+    num_blocks: int | None = None,
+) -> list[list[int]]:
+    """The tokens of each prompt. num_blocks below the runner's own makes the scheduler preempt."""
+    config = runner.config
+    scheduler = Scheduler(
+        SchedulerConfig(
+            vocab_size=runner.model_config.vocab_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            eos_token_ids=runner.model_config.eos_token_ids,
+        ),
+        runner.group_specs,
+        num_blocks or runner.state.num_blocks,
+    )
+    if isinstance(params, SamplingParams):
+        params = [params] * len(prompts)
+    for number, prompt in enumerate(prompts):
+        scheduler.add(
+            b"test",
+            Submit(
+                number=number,
+                submit_key=bytes(16) + number.to_bytes(8, "little"),
+                request_id=f"request-{number}",
+                prompt_token_ids=np.array(prompt, np.int32),
+                seed=seeds[number] if seeds is not None else number,
+                params=params[number],
+            ),
+        )
+    tokens: list[list[int]] = [[] for _ in prompts]
+    sequence = 0
+    while (step := scheduler.schedule()) is not None:
+        sequence += 1
+        frame = decode_frame(encode_step(step, epoch=1, sequence=sequence))
+        deliveries = scheduler.settle(runner.execute(frame.body).tokens)
+        for number, token in zip(
+            deliveries.numbers.tolist(), deliveries.tokens.tolist(), strict=True
+        ):
+            if token >= 0:
+                tokens[number].append(token)
+    return tokens
+
+
+def make_llama(folder: Path, *, seed: int = 0, **sizes) -> Path:
+    """Save a random Llama whose logits are far enough apart that rounding decides nothing."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **{
+            "vocab_size": 199,
+            "hidden_size": 64,
+            "intermediate_size": 120,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.2,
+            **sizes,
+        }
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # biases and norms start at 0 and 1, where a mistake would not show
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def transformers_tokens(
+    folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[list[int]]:
+    """What transformers' own greedy generate gives, each prompt alone, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    tokens = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        tokens.append(out[0, len(prompt) :].tolist())
+    return tokens
+
+
+def random_prompts(
+    count: int, *, vocab_size: int, seed: int = 0, longest: int = 40
+) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, count)
+    return [rng.integers(0, vocab_size, length).tolist() for length in lengths]

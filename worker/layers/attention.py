@@ -1,0 +1,66 @@
+"""Grouped-query attention over the paged cache, for this rank's heads."""
+
+from __future__ import annotations
+
+import torch
+
+from ..parallel import TensorParallelGroup
+from ..sharding import HeadShard
+from .linear import Linear
+from .rotary import rotate
+from .step_context import StepContext
+
+
+class Attention:
+    """q, k and v in one matrix; rotate; write k and v; attend; project; sum over ranks.
+
+    Shapes: qkv maps hidden_size -> (q heads, then k heads, then v heads of this rank) * head_dim; output maps this
+        rank's q heads * head_dim -> hidden_size. output_bias [hidden_size] is added once, after the sum.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        heads: HeadShard,
+        head_dim: int,
+        qkv: Linear,
+        output: Linear,
+        output_bias: torch.Tensor | None,
+        parallel: TensorParallelGroup,
+    ) -> None:
+        self._layer = layer
+        self._num_q = len(heads.q_heads)
+        self._num_kv = len(heads.kv_heads)
+        self._head_dim = head_dim
+        self._scale = head_dim**-0.5
+        self._qkv = qkv
+        self._output = output
+        self._output_bias = output_bias
+        self._parallel = parallel
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Shapes: x [num_tokens, hidden_size]; returns the same."""
+        num_tokens = x.shape[0]
+        num_rotated = self._num_q + self._num_kv
+        qkv = self._qkv(x).view(num_tokens, num_rotated + self._num_kv, self._head_dim)
+        qk = rotate(qkv[:, :num_rotated], step.cos, step.sin)
+        query, key, value = qk[:, : self._num_q], qk[:, self._num_q :], qkv[:, num_rotated:]
+
+        batch, cache, layer = step.batch, step.kv_cache, self._layer
+        keys, values = cache.keys[layer], cache.values[layer]
+        group = cache.group_of_layer[layer]
+        step.backend.kv_write(key, value, keys, values, batch.slot_mappings[group])
+        attended = torch.empty(query.shape, dtype=x.dtype, device=x.device)
+        step.backend.paged_attention(
+            query,
+            keys,
+            values,
+            batch.input_block_tables[group],
+            batch.seq_lens,
+            batch.query_start_loc,
+            scale=self._scale,
+            out=attended,
+        )
+        out = self._parallel.sum_(self._output(attended.view(num_tokens, -1)))
+        return out if self._output_bias is None else out.add_(self._output_bias)

@@ -1,0 +1,29 @@
+"""Token id -> vector, with the vocabulary's rows dealt to the ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ..parallel import TensorParallelGroup
+
+
+class VocabEmbedding:
+    """Shapes: weight [len(rows), hidden_size], the rows [rows.start, rows.stop) of the vocabulary."""
+
+    def __init__(self, weight: torch.Tensor, rows: range, parallel: TensorParallelGroup) -> None:
+        assert len(weight) == len(rows), (weight.shape, rows)
+        self._weight = weight
+        self._rows = rows
+        self._parallel = parallel
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Shapes: input_ids [num_tokens] int32; returns [num_tokens, hidden_size], a new tensor.
+
+        A rank adds zeros for ids that others own, so the sum over ranks is exact.
+        """
+        if self._parallel.world_size == 1:
+            return self._weight.index_select(0, input_ids)
+        local = input_ids - self._rows.start
+        foreign = (local < 0) | (local >= len(self._rows))
+        vectors = self._weight.index_select(0, local.masked_fill_(foreign, 0))
+        return self._parallel.sum_(vectors.masked_fill_(foreign.unsqueeze(1), 0.0))

@@ -1,0 +1,35 @@
+"""SwiGLU feed-forward on this rank's columns: down(silu(gate(x)) * up(x)), summed over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ..parallel import TensorParallelGroup
+from .linear import Linear
+
+
+class SwiGLU:
+    """Shapes: gate_up maps hidden_size -> this rank's gate columns, then its up columns; down maps them back.
+
+    down_bias [hidden_size] is added once, after the sum.
+    """
+
+    def __init__(
+        self,
+        *,
+        gate_up: Linear,
+        down: Linear,
+        down_bias: torch.Tensor | None,
+        parallel: TensorParallelGroup,
+    ) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._down_bias = down_bias
+        self._parallel = parallel
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Shapes: x [num_tokens, hidden_size]; returns the same."""
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        out = self._parallel.sum_(self._down(functional.silu(gate).mul_(up)))
+        return out if self._down_bias is None else out.add_(self._down_bias)

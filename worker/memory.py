@@ -1,0 +1,55 @@
+"""How many bytes of this rank's device the KV cache may take."""
+
+from __future__ import annotations
+
+import torch
+
+from .config import WorkerConfig
+from .kv_cache import DEFAULT_CPU_BYTES
+from .model_config import ModelConfig
+from .sharding import Shard
+
+
+def kv_cache_bytes(
+    config: WorkerConfig,
+    model: ModelConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """What the user set; else 512 MiB on a CPU, and what gpu_memory_utilization leaves on a GPU after loading.
+
+    Raises: ValueError saying what is missing if a GPU has nothing left.
+    """
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if device.type == "cpu":
+        return DEFAULT_CPU_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    # What torch holds in its own cache and does not use counts as free: the pool will take it.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    allowed = int(total * config.gpu_memory_utilization) - (total - free)
+    left = allowed - activation_bytes(config, model, shard, dtype.itemsize)
+    if left <= 0:
+        raise ValueError(
+            f"rank {config.rank}: gpu_memory_utilization {config.gpu_memory_utilization} of {total} bytes leaves "
+            f"nothing for the KV cache ({total - free} bytes are in use); raise it, or use more ranks"
+        )
+    return left
+
+
+def activation_bytes(config: WorkerConfig, model: ModelConfig, shard: Shard, itemsize: int) -> int:
+    """An upper bound on what a step holds beside weights and cache, from the sizes of its tensors.
+
+    The widest moment of a layer: the residual, a normalized copy in float32 and its square; and either qkv, its rotated
+    copy and the attended heads, or gate, up and their product; and the partial sums of every rank. Later, logits of
+    every row with float32 copies and int64 keys.
+    """
+    heads = shard.heads
+    attention = (3 * len(heads.q_heads) + 5 * len(heads.kv_heads)) * model.head_dim
+    a_token = (
+        model.hidden_size * (2 * itemsize + 3 * 4 + (1 + config.world_size) * itemsize)
+        + max(attention, 4 * len(shard.mlp_columns)) * itemsize
+    )
+    a_row = len(shard.vocab_rows) * (itemsize + 3 * 4 + 3 * 8)
+    return config.max_num_batched_tokens * a_token + config.max_num_seqs * a_row

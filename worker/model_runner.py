@@ -1,0 +1,205 @@
+"""One rank's whole step: delta -> tables -> inputs -> forward -> sample -> result. Nothing else.
+
+Owns the order of start (load, allocate, warm up) and of a step. The parts are its neighbours' files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..scheduler.agreement import StepPlan
+from ..scheduler.kv_groups import KVGroupSpec
+from ..scheduler.messages import SchedulerOutput, StepResult
+from .backend import Backend, select_backend
+from .config import WorkerConfig
+from .input_batch import InputBuilder
+from .kv_cache import KVCache, group_specs, max_num_blocks, pool_block_bytes
+from .memory import kv_cache_bytes
+from .model_config import ModelConfig
+from .models.decoder import Decoder, load_decoder
+from .models.weights import Checkpoint
+from .parallel import TensorParallelGroup
+from .sampler.sampler import Sampler, SamplingRows
+from .sharding import check_tensor_parallel_size, shard_of_rank
+from .state import WorkerState
+from .warm_up import warm_up_steps
+
+
+class ModelRunner:
+    """A rank. Call load, allocate and warm_up once, in this order and on every rank, then execute step by step.
+
+    Made from a config and the group of its ranks (None: one rank alone). Sets torch's and the kernels' thread counts
+    for the whole process on a CPU.
+    Raises: ValueError, one sentence, for a model or an option that cannot run.
+    """
+
+    def __init__(self, config: WorkerConfig, parallel: TensorParallelGroup | None = None) -> None:
+        self._parallel = parallel if parallel is not None else TensorParallelGroup.alone()
+        if (self._parallel.rank, self._parallel.world_size) != (config.rank, config.world_size):
+            raise ValueError(
+                f"rank {config.rank} of {config.world_size} was given the group of rank {self._parallel.rank} of "
+                f"{self._parallel.world_size}; make it with TensorParallelGroup.create"
+            )
+        self.config = config
+        self.model_config = ModelConfig.from_folder(config.model_dir)
+        check_tensor_parallel_size(self.model_config, config.world_size)
+        if config.max_model_len > self.model_config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len must be at most the model's {self.model_config.max_position_embeddings} positions, "
+                f"got {config.max_model_len}"
+            )
+        self.device = _device(config.device)
+        self.dtype = _dtype(config.dtype, self.model_config, self.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.num_threads)
+        self._backend: Backend = select_backend(
+            config.kernel_backend, self.device, num_threads=config.num_threads
+        )
+        self.group_specs: tuple[KVGroupSpec, ...] = group_specs(
+            self.model_config, config.block_size
+        )
+        self._shard = shard_of_rank(self.model_config, config.rank, config.world_size)
+        self._decoder: Decoder | None = None
+        self._sampler: Sampler | None = None
+        self._cache: KVCache | None = None
+        self._state: WorkerState | None = None
+        self._inputs: InputBuilder | None = None
+
+    def load(self, progress: Callable[[float], None] | None = None) -> None:
+        """Read this rank's shard; progress is called with the share done."""
+        with torch.inference_mode(), Checkpoint(self.config.model_dir) as checkpoint:
+            self._decoder = load_decoder(
+                self.model_config,
+                checkpoint,
+                parallel=self._parallel,
+                max_model_len=self.config.max_model_len,
+                dtype=self.dtype,
+                device=self.device,
+                progress=progress,
+            )
+        self._sampler = Sampler(self.model_config, self._parallel)
+
+    @property
+    def max_num_blocks(self) -> int:
+        """KV blocks that this rank can hold, the null block included. Ask after `load`: a GPU counts what is left."""
+        return max_num_blocks(
+            self.group_specs,
+            memory_bytes=kv_cache_bytes(
+                self.config, self.model_config, self._shard, self.dtype, self.device
+            ),
+            block_bytes=self.block_bytes,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one pool block on this rank."""
+        return pool_block_bytes(self.group_specs, self._num_kv_heads, self.dtype.itemsize)
+
+    @property
+    def _num_kv_heads(self) -> list[int]:
+        return [len(self._shard.heads.kv_heads)] * len(self.group_specs)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the pool, the tables and the input buffers. num_blocks is what all ranks agreed on."""
+        with torch.inference_mode():
+            self._cache = KVCache(
+                self.group_specs,
+                num_kv_heads=self._num_kv_heads,
+                num_blocks=num_blocks,
+                dtype=self.dtype,
+                device=self.device,
+            )
+        self._reset_tables()
+
+    def _reset_tables(self) -> None:
+        assert self._cache is not None, "call allocate first"
+        self._state = WorkerState(
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            groups=self.group_specs,
+            num_blocks=self._cache.num_blocks,
+            vocab_size=self.model_config.vocab_size,
+        )
+        self._inputs = InputBuilder(
+            self._state,
+            self._backend,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            device=self.device,
+        )
+
+    def warm_up(self) -> None:
+        """Run every kind of step once, so that nothing is compiled or first touched while serving; then forget them."""
+        assert self._cache is not None, "call allocate first"
+        for step in warm_up_steps(self.config, self.group_specs, self._cache.num_blocks):
+            self.execute(step)
+        with torch.inference_mode():
+            self._cache.clear()
+        self._reset_tables()
+
+    @property
+    def state(self) -> WorkerState:
+        """The tables, for whoever checks them; changed by `execute` alone."""
+        assert self._state is not None, "call allocate first"
+        return self._state
+
+    def execute(self, step: SchedulerOutput) -> StepResult:
+        """Apply one step and sample; every rank returns the same tokens.
+
+        Raises: ProtocolError if the step does not fit the tables, which are then untouched.
+        """
+        state, inputs = self.state, self._inputs
+        decoder, sampler, cache = self._decoder, self._sampler, self._cache
+        assert decoder is not None, "call load first"
+        assert sampler is not None, "call load first"
+        assert inputs is not None, "call allocate first"
+        assert cache is not None, "call allocate first"
+        plan = state.apply(step)
+        tokens = np.full(plan.num_reqs, -1, np.int32)
+        if plan.num_reqs:
+            with torch.inference_mode():
+                batch = inputs.build(plan)
+                hidden = decoder.forward(batch, cache, self._backend)
+                if len(batch.logits_indices):
+                    logits = decoder.logits(hidden, batch.logits_indices)
+                    tokens[plan.samples] = sampler.sample(logits, _sampling_rows(state, plan))
+        state.commit(plan, tokens)
+        return StepResult(tokens=tokens)
+
+    def close(self) -> None:
+        """Give up the pool and the weights, and leave the group."""
+        self._decoder = self._sampler = self._cache = self._inputs = self._state = None
+        self._parallel.close()
+
+
+def _sampling_rows(state: WorkerState, plan: StepPlan) -> SamplingRows:
+    rows = plan.index_mapping[plan.samples]
+    requests = state.requests
+    return SamplingRows(
+        temperature=requests.temperature[rows],
+        top_k=requests.top_k[rows],
+        top_p=requests.top_p[rows],
+        seeds=requests.seeds[rows],
+        positions=(plan.num_computed_tokens + plan.num_scheduled_tokens)[plan.samples],
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, and torch sees no GPU; use --device cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """auto follows the checkpoint on a GPU, and is float32 on a CPU, whose kernels are float32."""
+    if name == "auto":
+        name = config.torch_dtype if device.type == "cuda" else "float32"
+    if device.type == "cpu" and name != "float32":
+        raise ValueError(f"dtype {name} needs a GPU; on a CPU use float32 (or auto)")
+    return getattr(torch, name)

@@ -1,0 +1,147 @@
+"""Read the parts of a safetensors checkpoint that this rank owns, and nothing else of it.
+
+Files are memory-mapped: a slice costs its own bytes. Owns the folder's index, shapes and dtypes, and the sentences for
+what is missing or damaged; where a tensor goes is `decoder.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+_DTYPES = ("F32", "BF16", "F16")
+_ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+class Checkpoint:
+    """An open Hugging Face folder: one *.safetensors file, several, or several with model.safetensors.index.json.
+
+    bytes_read counts what was taken out of the files so far. Use as a context manager; tensors outlive it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._files: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        self._taken: set[str] = set()
+        self.bytes_read = 0
+        index = self._folder / "model.safetensors.index.json"
+        if index.exists():
+            self._file_of = _read_index(index)
+            paths = sorted(set(self._file_of.values()))
+        else:
+            paths = sorted(self._folder.glob("*.safetensors"))
+            if not paths:
+                raise ValueError(
+                    f"model folder {self._folder} has no *.safetensors file; give a whole Hugging Face model folder"
+                )
+        in_files: dict[str, Path] = {}
+        for path in paths:
+            self._files[path] = _open(path)
+            in_files.update(dict.fromkeys(self._files[path].keys(), path))
+        if not self._file_of:
+            self._file_of = in_files
+        for name, path in self._file_of.items():
+            if in_files.get(name) != path:
+                raise ValueError(
+                    f"{path} lacks the tensor {name} that {index.name} promises; download it again"
+                )
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self._files.clear()
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: range | None = None,
+        columns: range | None = None,
+        out: torch.Tensor,
+    ) -> None:
+        """Copy a tensor, or a range of its rows or of its columns, into `out`, converted to out's dtype.
+
+        Shapes: shape is what the whole tensor must have; out has the slice's shape.
+        Raises: ValueError naming file and tensor if it is missing, or has another shape or an unknown dtype.
+        """
+        path = self._file_of.get(name)
+        if path is None:
+            raise ValueError(
+                f"the weights in {self._folder} lack the tensor {name}; download the model again"
+            )
+        try:
+            whole = self._files[path].get_slice(name)
+            stored_shape, stored_dtype = tuple(whole.get_shape()), whole.get_dtype()
+            if stored_shape != tuple(shape):
+                raise ValueError(
+                    f"{path}: tensor {name} must have shape {tuple(shape)} as config.json says, got {stored_shape}"
+                )
+            if stored_dtype not in _DTYPES:
+                raise ValueError(
+                    f"{path}: tensor {name} has dtype {stored_dtype}, rowcast reads {', '.join(_DTYPES)} so far"
+                )
+            if rows is not None:
+                part = whole[rows.start : rows.stop]
+            elif columns is not None:
+                part = whole[:, columns.start : columns.stop]
+            else:
+                part = whole[:]
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path}: cannot read tensor {name} ({error}); download it again"
+            ) from error
+        out.copy_(part)
+        self._taken.add(name)
+        self.bytes_read += part.numel() * _ITEMSIZE[stored_dtype]
+
+    def refuse_unread(self, *, ignored: Callable[[str], bool]) -> None:
+        """After loading: a tensor that nobody asked for is a feature that was not computed.
+
+        Raises: ValueError naming the first such tensor, unless `ignored` says that it changes nothing.
+        """
+        for name, path in self._file_of.items():
+            if name not in self._taken and not ignored(name):
+                raise ValueError(
+                    f"{path}: tensor {name} belongs to no part of the architecture in config.json; "
+                    "rowcast would ignore it and give wrong text"
+                )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ValueError(
+            f"model folder {path.parent} lacks the file {path.name}; download it again"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or damaged ({error}); download it again") from error
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): index.parent / Path(file).name for name, file in weight_map.items()}
+    except OSError as error:
+        raise ValueError(f"cannot read {index}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index} must hold a weight_map from tensor names to file names ({error!r}); download it again"
+        ) from error
