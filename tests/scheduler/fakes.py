@@ -55,19 +55,23 @@ def alone(
     submit: Submit, config: SchedulerConfig, model: Model = hash_model
 ) -> tuple[list[int], FinishCode]:
     """A request's outputs and end when nobody else is there: the plain loop that a person can audit."""
-    tokens = submit.prompt_token_ids.tolist() + submit.output_token_ids.tolist()
+    num_prompt, params = len(submit.prompt_token_ids), submit.params
     limit = config.max_model_len
-    if submit.params.max_tokens is not None:
-        limit = min(limit, len(submit.prompt_token_ids) + submit.params.max_tokens)
+    if params.max_tokens is not None:
+        limit = min(limit, num_prompt + params.max_tokens)
+    tokens = np.zeros(limit, np.int64)
+    length = num_prompt + len(submit.output_token_ids)
+    tokens[:length] = np.concatenate((submit.prompt_token_ids, submit.output_token_ids))
     while True:
-        token = model(submit.seed, np.array(tokens))
-        tokens.append(token)
-        outputs = tokens[len(submit.prompt_token_ids) :]
-        if token in config.eos_token_ids and not submit.params.ignore_eos:
+        token = model(submit.seed, tokens[:length])
+        tokens[length] = token
+        length += 1
+        outputs = tokens[num_prompt:length].tolist()
+        if token in config.eos_token_ids and not params.ignore_eos:
             return outputs, FinishCode.STOP
-        if token in submit.params.stop_token_ids:
+        if token in params.stop_token_ids:
             return outputs, FinishCode.STOP
-        if len(tokens) == limit:
+        if length == limit:
             return outputs, FinishCode.LENGTH
 
 
@@ -127,12 +131,17 @@ class PositionWorker(FakeWorker):
 
     def _tokens(self, plan: StepPlan) -> np.ndarray:
         requests, rows = self.state.requests, plan.index_mapping
-        tokens = position_model(requests.seeds[rows], requests.num_tokens[rows])
+        tokens = _at_position(requests.seeds[rows], requests.num_tokens[rows])
         return np.where(plan.samples, tokens, -1).astype(np.int32)
 
 
-def position_model(seeds: np.ndarray | int, lengths: np.ndarray | int) -> np.ndarray:
-    return (np.asarray(seeds) * 31 + np.asarray(lengths) * 17) % 89 % VOCAB_SIZE
+def position_model(seed: int, tokens: np.ndarray) -> int:
+    """What PositionWorker computes, for one request."""
+    return int(_at_position(np.array(seed), np.array(len(tokens))))
+
+
+def _at_position(seeds: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return (seeds * 31 + lengths * 17) % 89
 
 
 class Bench:
