@@ -75,7 +75,7 @@ def attention_configuration(
 
 
 def configurations() -> Iterator[Configuration]:
-    """One configuration a kernel, and for attention decode and prefill."""
+    """One configuration a kernel; for attention decode and prefill, and float32, which must not become tf32."""
     yield (
         "token_inputs",
         _token_inputs_kernel,
@@ -137,6 +137,7 @@ def configurations() -> Iterator[Configuration]:
     )
     yield attention_configuration(dtype="bf16", num_tokens=32, num_reqs=32, group=3, head_dim=64)
     yield attention_configuration(dtype="bf16", num_tokens=512, num_reqs=8, group=3, head_dim=64)
+    yield attention_configuration(dtype="fp32", num_tokens=32, num_reqs=32, group=3, head_dim=64)
 
 
 def every_attention_shape() -> Iterator[Configuration]:
@@ -194,15 +195,15 @@ def aot(*, targets: list[str], every_shape: bool = False) -> list[dict[str, Any]
                     f"aot: {name} takes {compiled.metadata.shared} bytes of shared memory, "
                     f"{target_name} has {shared_limit}"
                 )
+            binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
+            assembly = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
             records.append(
                 {
                     "kernel": name,
                     "target": target_name,
                     "shared_bytes": compiled.metadata.shared,
-                    "binary": "cubin" if target.backend == "cuda" else "hsaco",
-                    "binary_bytes": len(
-                        compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
-                    ),
+                    "binary_bytes": len(binary),
+                    "tf32": "tf32" in assembly or "xf32" in assembly,
                     "seconds": round(time.perf_counter() - started, 2),
                 }
             )

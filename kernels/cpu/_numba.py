@@ -95,12 +95,17 @@ def set_threads(num_threads: int) -> None:
     Raises: ValueError if num_threads is below 1 or above what Numba can start in this process.
     """
     global _threads
-    most = numba.config.NUMBA_NUM_THREADS
+    most = most_threads()
     if not 1 <= num_threads <= most:
         raise ValueError(
             f"num_threads must be between 1 and {most} (the cores this process may use), got {num_threads}"
         )
     _threads = num_threads
+
+
+def most_threads() -> int:
+    """The largest count that `set_threads` takes: the cores that this process may use."""
+    return numba.config.NUMBA_NUM_THREADS
 
 
 def get_threads() -> int:
@@ -109,7 +114,12 @@ def get_threads() -> int:
 
 
 def is_packed(array: np.ndarray) -> bool:
-    """Whether everything behind the first dimension lies without gaps; a dimension of length 1 may have any stride."""
+    """Whether everything behind the first dimension lies without gaps.
+
+    A dimension of length 1 may have any stride, and so may all of an empty array, whose strides NumPy makes 0.
+    """
+    if array.size == 0:
+        return True
     items = array.itemsize
     for size, stride in zip(reversed(array.shape[1:]), reversed(array.strides[1:]), strict=True):
         if size != 1 and stride != items:
