@@ -153,6 +153,14 @@ class SubscribePushChannel:
         self._push.close(linger=_LAST_WORDS_MS)
 
 
+def report_once(context: zmq.Context, addresses: GroupAddresses, message: bytes) -> None:
+    """Send one report on a worker's behalf, from any thread: who watches a process knows of its death first."""
+    push = _new_socket(context, zmq.PUSH, max_message_bytes=MAX_REPORT_BYTES)
+    push.connect(addresses.report)
+    push.send(message)
+    push.close(linger=_LAST_WORDS_MS)
+
+
 class RouterFronts:
     """The scheduler's side of all fronts. A front's id is the routing id that it chose; see `FrontDealer`."""
 
@@ -184,7 +192,8 @@ class RouterFronts:
             self.dropped_messages += 1
 
     def close(self) -> None:
-        self._router.close()
+        # What it says last is why each request ended.
+        self._router.close(linger=_LAST_WORDS_MS)
 
 
 class FrontDealer:

@@ -1,0 +1,474 @@
+"""`rowcast.Client`: prompts to a running engine, text back, from any process that reaches its Ray cluster.
+
+Works as an ordinary Ray driver and through Ray Client (`ray://`), which cannot stream: so one thread a client keeps one
+long poll open at the engine's front, and hands what comes to whoever waits. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..scheduler.front_messages import RefusalReason
+from ..scheduler.messages import MAX_REQUEST_ID_BYTES
+from ..scheduler.sampling_params import MAX_SEED, SamplingParams
+from .attach import connect
+from .config import RAY_NAMESPACE
+from .engine import EngineFailed
+from .front import Accepted, FrontRequest, PollAnswer, PromptOnWire
+from .mailboxes import Update
+from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .prompts import Prompt, Prompts, is_one_prompt, list_params, list_prompts
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+ManyParams = SamplingParams | Sequence[SamplingParams] | None
+
+_BATCH_REQUESTS = 256
+_BATCH_BYTES = 4 * 2**20
+_LONGEST_POLL_S = 10.0
+_CALL_TIMEOUT_S = 60.0
+
+
+class Overloaded(EngineFailed):
+    """Too many requests wait at the engine: try again later."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Request:
+    """One request as this client sees it. Changed by the poll thread, under the client's lock."""
+
+    counter: int
+    request_id: str
+    given: PromptOnWire
+    params: SamplingParams
+    streams: bool
+    prompt: str | None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    text_len_at: dict[int, int] = field(default_factory=lambda: {0: 0})  # by number of tokens
+    sent: bool = False  # the front has taken it
+    update: Update | None = None  # the newest
+    error: Exception | None = None
+    version: int = 0  # grows with every change
+
+    @property
+    def over(self) -> bool:
+        return self.error is not None or (self.update is not None and self.update.finished)
+
+    def take(self, update: Update) -> None:
+        """Put an update in its place: it continues at `first`, and may repeat what an earlier answer held."""
+        self.token_ids[update.first :] = np.frombuffer(update.token_ids, "<i4").tolist()
+        self.text = self.text[: self.text_len_at[update.first]] + update.text
+        self.text_len_at = {
+            num_tokens: length
+            for num_tokens, length in self.text_len_at.items()
+            if num_tokens >= update.first
+        } | {len(self.token_ids): len(self.text)}
+        self.update = update
+        if update.error is not None:
+            self.error = _exception(*update.error)
+        self.version += 1
+
+    def output(self) -> RequestOutput:
+        update = self.update
+        completion = CompletionOutput(
+            index=0,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            finish_reason=None if update is None else update.finish_reason,
+            stop_reason=None if update is None else update.stop_reason,
+        )
+        metrics = update and RequestMetrics(
+            arrival_time_s=update.arrival_time_s,
+            first_token_time_s=update.first_token_time_s,
+            finished_time_s=update.finished_time_s,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion],
+            finished=completion.finished,
+            metrics=metrics,
+        )
+
+
+class Client:
+    """A connection to one engine. Thread-safe: many threads may stream at once. A context manager.
+
+    address: "auto" (RAY_ADDRESS, else the engine that this machine knows), `ray://host:10001` from anywhere, or
+        host:port on a node of the cluster; None is "auto". A process that is connected to Ray uses that connection.
+    name: the engine's.
+    Raises: ValueError, one sentence, when there is no such engine or no Ray at the address.
+
+    Example: `Client("ray://10.0.0.4:10001").generate("Once upon a time")[0].outputs[0].text`
+    """
+
+    def __init__(self, address: str | None = "auto", name: str = "default") -> None:
+        import ray
+
+        self._session = connect(address or "auto", name=name)
+        self._name = name
+        try:
+            self._front: Any = ray.get_actor(f"{name}/front-0", namespace=RAY_NAMESPACE)
+            self.info: dict[str, Any] = self._call(self._front.info)
+        except ValueError:
+            self._session.disconnect()
+            raise ValueError(
+                f"no engine named {name!r} runs on the Ray cluster at {self._session.address}; start it with "
+                "`rowcast serve`, or say which with --name (see `rowcast status`)"
+            ) from None
+        except BaseException:
+            self._session.disconnect()
+            raise
+        self._uuid = secrets.token_bytes(16)
+        self._poll_s = min(_LONGEST_POLL_S, self.info["mailbox_idle_s"] / 3)
+        self._changed = threading.Condition()
+        self._requests: dict[int, _Request] = {}  # by counter: sent, and their end is not here yet
+        self._cursors: dict[int, int] = {}  # tokens here that the front was not told of
+        self._ended: list[int] = []  # ends here that the front was not told of
+        self._next_counter = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._poll, name="rowcast-client", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # before Ray's own, which ends the connection
+
+    # ------------------------------------------------------------ what people call
+
+    def generate(self, prompts: Prompts, sampling_params: ManyParams = None) -> list[RequestOutput]:
+        """Answer prompts, all at once; the results are in the prompts' order.
+
+        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list.
+        Raises: ValueError naming the prompt that cannot be served; EngineFailed when the engine ends.
+        """
+        listed = list_prompts(prompts)
+        names = None if is_one_prompt(prompts) else [f"prompts[{i}]" for i in range(len(listed))]
+        return self._answer([_on_wire(p) for p in listed], listed, sampling_params, names)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: ManyParams = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        wires = [_conversation(c) for c in conversations]
+        names = None if one else [f"conversations[{i}]" for i in range(len(wires))]
+        return self._answer(wires, [None] * len(wires), sampling_params, names)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt as its tokens come: each output holds all text so far. Leaving the loop aborts it."""
+        (listed,) = [prompt] if isinstance(prompt, str) else list_prompts([prompt])
+        return self._stream(_on_wire(listed), listed, sampling_params, request_id)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """`stream` for one conversation."""
+        return self._stream(_conversation(messages), None, sampling_params, request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request of this client that another thread, or an open `stream`, waits for. Others are left alone."""
+        with self._changed:
+            counters = [r.counter for r in self._requests.values() if r.request_id == request_id]
+        if counters:
+            self._call(self._front.abort, self._uuid, counters)
+
+    def close(self) -> None:
+        """Abort what still runs and leave; the engine stays. A second call does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            live = list(self._requests)
+            for request in self._requests.values():
+                request.error = EngineFailed("the client was closed")
+                request.version += 1
+            self._changed.notify_all()
+        atexit.unregister(self.close)
+        try:
+            if live:
+                self._call(self._front.abort, self._uuid, live)
+                self._call(self._front.poll, self._uuid, [], live, 0.0)
+        except EngineFailed:
+            pass  # the engine is gone, and with it what there was to abort
+        self._thread.join(self._poll_s + 5)
+        self._session.disconnect()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ requests
+
+    def _answer(
+        self,
+        wires: Sequence[PromptOnWire],
+        prompts: Sequence[Prompt | None],
+        sampling_params: ManyParams,
+        names: Sequence[str] | None,
+    ) -> list[RequestOutput]:
+        params = list_params(sampling_params, len(wires))
+        requests = [
+            self._new(wire, prompt, wanted, None, streams=False)
+            for wire, prompt, wanted in zip(wires, prompts, params, strict=True)
+        ]
+        try:
+            for batch in _batches(requests):
+                self._send(batch)
+                self._raise_first_error(requests, names)
+            with self._changed:
+                while not all(r.over for r in requests):
+                    self._changed.wait()
+                    self._raise_first_error(requests, names)
+            self._raise_first_error(requests, names)
+        except BaseException:
+            self._give_up(requests)
+            raise
+        return [request.output() for request in requests]
+
+    def _stream(
+        self,
+        wire: PromptOnWire,
+        prompt: Prompt | None,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+    ) -> Iterator[RequestOutput]:
+        (params,) = list_params(sampling_params, 1)
+        request = self._new(wire, prompt, params, request_id, streams=True)
+        return self._outputs(request)
+
+    def _outputs(self, request: _Request) -> Iterator[RequestOutput]:
+        # Sent at the first `next`: a generator that is never started has no end to clean up at.
+        seen = 0
+        try:
+            self._send([request])
+            while True:
+                with self._changed:
+                    while request.version == seen:
+                        self._changed.wait()
+                    seen, error, over = request.version, request.error, request.over
+                    output = request.output()
+                if error is not None:
+                    raise error
+                yield output
+                if over:
+                    return
+        finally:
+            self._give_up([request])
+
+    def _new(
+        self,
+        wire: PromptOnWire,
+        prompt: Prompt | None,
+        params: SamplingParams,
+        request_id: str | None,
+        *,
+        streams: bool,
+    ) -> _Request:
+        if request_id is not None and (
+            not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_BYTES
+        ):
+            raise ValueError(
+                f"request_id must be a string of 1 to {MAX_REQUEST_ID_BYTES} characters, got {request_id!r:.60}"
+            )
+        with self._changed:
+            counter, self._next_counter = self._next_counter, self._next_counter + 1
+        return _Request(
+            counter=counter,
+            request_id=request_id or f"{self._uuid.hex()[:12]}-{counter}",
+            given=wire,
+            params=params,
+            streams=streams,
+            prompt=prompt if isinstance(prompt, str) else None,
+        )
+
+    def _send(self, requests: Sequence[_Request]) -> None:
+        """Submit; what is rejected has its error afterwards."""
+        with self._changed:
+            if self._closed:
+                raise EngineFailed("the client was closed")
+        messages = [
+            FrontRequest(
+                counter=request.counter,
+                request_id=request.request_id,
+                prompt=request.given,
+                params=request.params,
+                seed=secrets.randbelow(MAX_SEED + 1)
+                if request.params.seed is None
+                else request.params.seed,
+                streams=request.streams,
+            )
+            for request in requests
+        ]
+        # Known here first: an open poll may bring a token before this call returns.
+        with self._changed:
+            self._requests |= {request.counter: request for request in requests}
+        answers = self._call(self._front.submit, self._uuid, messages)
+        with self._changed:
+            for request, answer in zip(requests, answers, strict=True):
+                if isinstance(answer, Accepted):
+                    request.prompt_token_ids = np.frombuffer(
+                        answer.prompt_token_ids, "<i4"
+                    ).tolist()
+                    request.prompt = answer.prompt or request.prompt
+                    request.sent = True
+                else:
+                    text = answer.text.removeprefix(f"request {request.request_id}: ")
+                    request.error = _exception(answer.reason, text)
+                    request.version += 1
+                    self._requests.pop(request.counter, None)
+            self._changed.notify_all()
+
+    def _give_up(self, requests: Sequence[_Request]) -> None:
+        """Abort those that are not over; their ends are taken in by the poll thread."""
+        with self._changed:
+            live = [r.counter for r in requests if r.counter in self._requests]
+            if self._closed:
+                return
+        if live:
+            try:
+                self._call(self._front.abort, self._uuid, live)
+            except EngineFailed:
+                return  # the engine is gone, and with it what there was to abort
+
+    def _raise_first_error(self, requests: Sequence[_Request], names: Sequence[str] | None) -> None:
+        for index, request in enumerate(requests):
+            error = request.error
+            if isinstance(error, ValueError) and names is not None:
+                raise ValueError(f"{names[index]}: {error}")
+            if error is not None:
+                raise error
+
+    # ------------------------------------------------------------ the poll thread
+
+    def _poll(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not self._ended and not self._waiting_for():
+                    self._changed.wait()
+                if self._closed:
+                    return
+                cursors, self._cursors = list(self._cursors.items()), {}
+                ended, self._ended = self._ended, []
+                expected = self._waiting_for()
+            timeout_s = self._poll_s if expected else 0.0
+            try:
+                answer: PollAnswer = self._call(
+                    self._front.poll, self._uuid, cursors, ended, timeout_s
+                )
+            except EngineFailed as error:
+                self._lose(expected, error)
+                continue
+            with self._changed:
+                for update in answer.updates:
+                    self._take(update)
+                self._changed.notify_all()
+            if not answer.known:
+                idle_s = self.info["mailbox_idle_s"]
+                text = f"the engine gave this request up: nobody polled for it in {idle_s:g} s"
+                self._lose(expected, EngineFailed(text))
+
+    def _waiting_for(self) -> list[int]:
+        """Counters of what the front has taken and not ended."""
+        return [counter for counter, request in self._requests.items() if request.sent]
+
+    def _take(self, update: Update) -> None:
+        request = self._requests.get(update.counter)
+        if request is None:
+            return
+        request.take(update)
+        if update.finished:
+            del self._requests[update.counter]
+            self._cursors.pop(update.counter, None)
+            self._ended.append(update.counter)
+        else:
+            self._cursors[update.counter] = len(request.token_ids)
+
+    def _lose(self, counters: Sequence[int], error: EngineFailed) -> None:
+        with self._changed:
+            for counter in counters:
+                request = self._requests.pop(counter, None)
+                if request is not None:
+                    request.error = error
+                    request.version += 1
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ Ray
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        """Call the front and wait.
+
+        Raises: EngineFailed, one sentence, when it cannot be reached any more.
+        """
+        import ray
+
+        try:
+            return ray.get(method.remote(*arguments), timeout=_CALL_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError:
+            raise EngineFailed(
+                f"engine {self._name!r} did not answer within {_CALL_TIMEOUT_S:g} s"
+            ) from None
+        except ray.exceptions.RayTaskError:
+            raise
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+            text = " ".join(str(error).split())[:200]
+            raise EngineFailed(
+                f"engine {self._name!r} is gone: its front cannot be reached ({type(error).__name__}: {text})"
+            ) from None
+
+
+def _exception(reason: RefusalReason, text: str) -> Exception:
+    if reason is RefusalReason.INVALID:
+        return ValueError(text)
+    return Overloaded(text) if reason is RefusalReason.OVERLOADED else EngineFailed(text)
+
+
+def _on_wire(prompt: Prompt) -> PromptOnWire:
+    return prompt if isinstance(prompt, str) else np.array(prompt, "<i4").tobytes()
+
+
+def _conversation(messages: Conversation) -> list[dict[str, Any]]:
+    if isinstance(messages, str | bytes | Mapping) or not all(
+        isinstance(message, Mapping) for message in messages
+    ):
+        raise ValueError(
+            'a conversation must be a list of messages such as {"role": "user", "content": "Hi"}, '
+            f"got {messages!r:.60}"
+        )
+    return [dict(message) for message in messages]
+
+
+def _batches(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+    """Cut a long list so that no one call carries too much."""
+    batch: list[_Request] = []
+    size = 0
+    for request in requests:
+        given = request.given
+        cost = len(given) if isinstance(given, bytes | str) else len(str(given))
+        if batch and (len(batch) >= _BATCH_REQUESTS or size + cost > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(request)
+        size += cost
+    if batch:
+        yield batch
