@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import _numba
+from ._views import view_at
 
 
 @_numba.jit("void(int32[::1], int32[:, :], int32[::1], int32[:, :])")
@@ -12,15 +13,18 @@ def _block_table_gather(index_mapping, block_table, num_blocks, out):
     num_reqs = index_mapping.shape[0]
     width = out.shape[1]
     for batch_index in range(num_reqs):
-        row = index_mapping[batch_index]
-        held = min(num_blocks[row], width)
-        for block_index in range(held):
-            out[batch_index, block_index] = block_table[row, block_index]
-        for block_index in range(held, width):
-            out[batch_index, block_index] = 0
+        row = np.int64(index_mapping[batch_index])
+        held = num_blocks[row]
+        source = view_at(block_table, row * (block_table.strides[0] // 4), width)
+        target = view_at(out, batch_index * (out.strides[0] // 4), width)
+        for block_index in range(
+            width
+        ):  # one loop without a branch: it vectorises, two short ones do not
+            target[block_index] = source[block_index] if block_index < held else np.int32(0)
     for batch_index in range(num_reqs, out.shape[0]):
+        target = view_at(out, batch_index * (out.strides[0] // 4), width)
         for block_index in range(width):
-            out[batch_index, block_index] = 0
+            target[block_index] = 0
 
 
 def block_table_gather(
@@ -36,6 +40,11 @@ def block_table_gather(
             f"block_table_gather: out must have at least {index_mapping.shape[0]} rows and "
             f"at most {block_table.shape[1]} columns, got {out.shape}"
         )
+    for name, array in (("block_table", block_table), ("out", out)):
+        if not _numba.is_packed(array):
+            raise ValueError(
+                f"block_table_gather: {name} must be packed in its last dimension, got strides {array.strides}"
+            )
     try:
         _block_table_gather(index_mapping, block_table, num_blocks, out)
     except TypeError as error:
