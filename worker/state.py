@@ -29,7 +29,7 @@ from .table_changes import TableChanges
 
 @dataclass(kw_only=True, slots=True)
 class _Forecast:
-    """The lengths and block counts as they will be once a step's frees and admissions are applied."""
+    """The lengths and block counts of the live rows as they will be once a step's frees and admissions are applied."""
 
     live: np.ndarray
     num_tokens: np.ndarray
@@ -155,10 +155,6 @@ class WorkerState:
         if len(freed):
             check_freed_rows(freed, requests.live)
             forecast.live[freed] = False
-            forecast.num_tokens[freed] = 0
-            forecast.num_computed_tokens[freed] = 0
-            for counts in forecast.num_blocks:
-                counts[freed] = 0
         admissions = step.admissions
         if admissions is not None:
             check_admissions(
