@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import deque
 
 import numpy as np
@@ -132,8 +134,9 @@ def test_a_gap_or_a_repeat_stops_the_rank_and_says_which(second: int, sentence: 
     assert (report.kind, report.rank, report.sequence) == (ResultKind.ERROR, 1, second)
     assert sentence in report.text
     assert executor.state.requests.num_computed_tokens[2] == computed
-    assert not loop.turn(0)  # it is over: nothing more is taken
-    assert len(queue.reports) == 1
+    queue.frames.append(frame(5))
+    assert not loop.turn(0)  # it is over: nothing more is taken, not even the right one
+    assert (len(queue.reports), len(queue.frames)) == (1, 1)
 
 
 def test_control_and_step_frames_share_one_sequence():
@@ -221,3 +224,13 @@ def test_a_dead_channel_does_not_hide_the_error():
     with pytest.raises(ProtocolError, match="expected 1 got 2") as caught:
         loop.turn(0)
     assert "socket closed" in caught.value.__notes__[0]
+
+
+def test_tables_and_loop_need_no_torch():
+    """They are tested in milliseconds, and the control plane's benchmark measures nothing else."""
+    program = (
+        "import sys\n"
+        "import rowcast.worker.loop, rowcast.worker.state\n"
+        "assert not {'torch', 'numba', 'triton', 'ray', 'zmq'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
