@@ -167,7 +167,7 @@ class ControlPlane:
 
 
 def bench_control_plane(
-    *, rows: int = 1024, steps: int = 64, block_size: int = 16, kv_groups: int = 1, warmup: int = 5
+    rows: int = 1024, steps: int = 64, block_size: int = 16, kv_groups: int = 1, warmup: int = 5
 ) -> dict[str, Any]:
     """Measure `steps` steady decode steps of `rows` requests, each of 64 to 127 random prompt tokens.
 
