@@ -23,6 +23,7 @@ the request already has (resubmission). seed is in [0, 2**63), always drawn. par
 
 from __future__ import annotations
 
+import reprlib
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -178,7 +179,7 @@ def decode(message: bytes) -> FrontMessage:
         return _decode(values)
     except ProtocolError:
         raise
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         reason = str(error) or type(error).__name__
         raise ProtocolError(f"front message of {len(message)} bytes: {reason}") from None
 
@@ -187,7 +188,7 @@ def peek_submit_number(message: bytes) -> int | None:
     """Read the request number of a submit that `decode` refused; None if it cannot be told."""
     try:
         values = msgpack.unpackb(message, raw=False)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
     if not isinstance(values, list) or len(values) < 3 or values[1] != FrontKind.SUBMIT:
         return None
@@ -199,13 +200,13 @@ def _decode(values: Any) -> FrontMessage:
     if not isinstance(values, list) or len(values) < 2:
         raise ProtocolError("front message must be an array of at least 2 values")
     version, code, *body = values
-    if version != FRONT_PROTOCOL_VERSION or isinstance(version, bool):
+    if type(version) is not int or version != FRONT_PROTOCOL_VERSION:
         raise ProtocolError(
-            f"front message has version {version!r:.20}, this side speaks {FRONT_PROTOCOL_VERSION}; "
+            f"front message has version {reprlib.repr(version):.20}, this side speaks {FRONT_PROTOCOL_VERSION}; "
             "run the same rowcast on every node"
         )
-    if isinstance(code, bool) or code not in tuple(FrontKind):
-        raise ProtocolError(f"front message has unknown kind {code!r:.20}")
+    if type(code) is not int or code not in tuple(FrontKind):
+        raise ProtocolError(f"front message has unknown kind {reprlib.repr(code):.20}")
     kind = FrontKind(code)
     if len(body) != _BODY_LENGTH[kind]:
         raise ProtocolError(
@@ -273,7 +274,9 @@ def _submit(body: list[Any]) -> Submit:
 
 def _integer(value: Any, what: str, limit: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise ProtocolError(f"{what} must be an integer in [0, {limit}), got {value!r:.40}")
+        raise ProtocolError(
+            f"{what} must be an integer in [0, {limit}), got {reprlib.repr(value):.40}"
+        )
     return value
 
 

@@ -35,6 +35,7 @@ A reader takes nothing on trust: whatever is not exactly this raises ProtocolErr
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
@@ -261,12 +262,12 @@ def encode_result(result: StepResult, *, epoch: int, sequence: int) -> bytes:
 def _unpack(message: bytes, what: str) -> list[Any]:
     try:
         values = msgpack.unpackb(message, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         reason = str(error) or type(error).__name__
         raise ProtocolError(f"{what} of {len(message)} bytes is no MessagePack: {reason}") from None
     if not isinstance(values, list) or len(values) < 4:
         raise ProtocolError(f"{what} must be an array of at least 4 values, got {_short(values)}")
-    if values[0] != PROTOCOL_VERSION or isinstance(values[0], bool):
+    if type(values[0]) is not int or values[0] != PROTOCOL_VERSION:
         raise ProtocolError(
             f"{what} has protocol version {_short(values[0])}, this side speaks {PROTOCOL_VERSION}; "
             "run the same rowcast on every node"
@@ -277,7 +278,7 @@ def _unpack(message: bytes, what: str) -> list[Any]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)  # of a hostile value too: bounded in depth and length
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -320,7 +321,7 @@ def decode_frame(message: bytes) -> Frame:
     """
     values = _unpack(message, "frame")
     epoch, kind, sequence, body = values[1], values[2], values[3], values[4:]
-    if isinstance(kind, bool) or kind not in tuple(FrameKind):
+    if type(kind) is not int or kind not in tuple(FrameKind):
         raise ProtocolError(f"frame has unknown kind {_short(kind)}")
     kind = FrameKind(kind)
     if (sequence == 0) != (kind is FrameKind.HELLO):
@@ -428,7 +429,7 @@ def peek_report(message: bytes) -> tuple[int | None, int | None]:
     """
     try:
         values = msgpack.unpackb(message, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
         return None, None
     if not isinstance(values, list) or len(values) < 2 or type(values[1]) is not int:
         return None, None
@@ -445,7 +446,7 @@ def decode_report(message: bytes) -> WorkerReport:
     """
     values = _unpack(message, "report")
     epoch, kind, sequence, body = values[1], values[2], values[3], values[4:]
-    if isinstance(kind, bool) or kind not in tuple(ResultKind):
+    if type(kind) is not int or kind not in tuple(ResultKind):
         raise ProtocolError(f"report has unknown kind {_short(kind)}")
     kind = ResultKind(kind)
     if kind is ResultKind.RESULT:

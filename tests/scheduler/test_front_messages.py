@@ -1,0 +1,221 @@
+"""The wire between fronts and the scheduler: what is written is read back whole, and nothing else is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rowcast.scheduler.front_messages import (
+    FRONT_PROTOCOL_VERSION,
+    Abort,
+    Ack,
+    FrontKind,
+    Outputs,
+    RefusalReason,
+    Refused,
+    Register,
+    Submit,
+    decode,
+    encode,
+    make_submit_key,
+    peek_submit_number,
+)
+from rowcast.scheduler.messages import ProtocolError
+from rowcast.scheduler.sampling_params import MAX_SEED, SamplingParams
+from rowcast.tests.scheduler.mangle import mangled
+
+NUM_BAD_MESSAGES = 100_000
+
+
+def submit(**changed) -> Submit:
+    values = {
+        "number": 7,
+        "submit_key": make_submit_key(b"u" * 16, 7),
+        "request_id": "chat-17",
+        "prompt_token_ids": np.array([1, 2, 3], np.int32),
+        "output_token_ids": np.array([9], np.int32),
+        "seed": 5,
+        "n_index": 1,
+        "params": SamplingParams(temperature=0.5, top_k=4, max_tokens=3, stop_token_ids=(8, 9)),
+    }
+    return Submit(**(values | changed))
+
+
+def assert_same(ours, theirs) -> None:
+    assert type(ours) is type(theirs)
+    for column in fields(ours):
+        one, other = getattr(ours, column.name), getattr(theirs, column.name)
+        if isinstance(one, np.ndarray):
+            np.testing.assert_array_equal(one, other, strict=True)
+        else:
+            assert one == other
+            assert type(one) is type(other)
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(0, 2**31 - 1),
+    max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=5),
+)
+IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda v: np.array(v, np.int32))
+NUMBERS = st.lists(st.integers(0, 2**63 - 1), max_size=9).map(lambda v: np.array(v, np.int64))
+
+
+@given(
+    st.builds(
+        Submit,
+        number=st.integers(0, 2**63 - 1),
+        submit_key=st.binary(min_size=24, max_size=24),
+        request_id=st.text(max_size=256),
+        prompt_token_ids=IDS,
+        output_token_ids=IDS,
+        seed=st.integers(0, MAX_SEED),
+        n_index=st.integers(0, 2**31 - 1),
+        params=PARAMS,
+    )
+    | st.builds(Register, front_name=st.text(max_size=40))
+    | st.builds(Abort, numbers=NUMBERS)
+    | st.builds(Ack, numbers=NUMBERS)
+    | st.builds(
+        Refused,
+        number=st.integers(0, 2**63 - 1),
+        reason=st.sampled_from(RefusalReason),
+        text=st.text(max_size=40),
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_a_message_comes_back_as_it_was_sent(message):
+    """W12."""
+    assert_same(message, decode(encode(message)))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(-1, 2**31 - 1), st.integers(0, 4)))
+)
+@settings(deadline=None)
+def test_outputs_come_back_as_they_were_sent(entries):
+    numbers, tokens, codes = zip(*entries, strict=True) if entries else ((), (), ())
+    outputs = Outputs(
+        epoch=2**62,
+        numbers=np.array(numbers, np.int64),
+        tokens=np.array(tokens, np.int32),
+        finish_codes=np.array(codes, np.int8),
+    )
+    assert_same(outputs, decode(encode(outputs)))
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63) - 1, 2**63, 2**64])
+def test_a_seed_that_no_int64_holds_is_refused_before_it_is_sent(seed):
+    """W12: an OverflowError after the request was accepted killed the engine."""
+    with pytest.raises(ValueError, match=r"seed must be an integer in \[0, 2\*\*63\)"):
+        SamplingParams(seed=seed)
+
+
+def wire(message) -> list:
+    return msgpack.unpackb(encode(message))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (0, FRONT_PROTOCOL_VERSION + 1, "version 2, this side speaks 1"),
+        (0, True, "version True"),
+        (0, 1.0, "version 1.0"),
+        (1, 77, "unknown kind 77"),
+        (1, True, "unknown kind True"),
+        (2, -1, "submit: number must be an integer"),
+        (2, 2**63, "submit: number must be an integer"),
+        (3, b"short", "submit_key must be bin of 24 bytes"),
+        (4, "x" * 257, "request_id must be a string of at most 256"),
+        (4, 12345, "request_id must be a string"),
+        (5, b"123", "prompt_token_ids must be bin"),
+        (5, [1, 2], "prompt_token_ids must be bin"),
+        (7, 2**63, "submit: seed"),
+        (7, None, "submit: seed"),
+        (8, -1, "n_index"),
+        (9, [1, 2], "params must be an array of 6"),
+        (9, [-0.5, 1.0, 0, 5, False, []], r"temperature must be a number in \[0, 2\]"),
+        (9, [float("nan"), 1.0, 0, 5, False, []], "temperature"),
+        (9, ["hot", 1.0, 0, 5, False, []], "temperature"),
+        (9, [1.0, 0.0, 0, 5, False, []], r"top_p must be a number in \(0, 1\]"),
+        (9, [1.0, 1.0, -2, 5, False, []], "top_k"),
+        (9, [1.0, 1.0, 0, 0, False, []], "max_tokens"),
+        (9, [1.0, 1.0, 0, True, False, []], "max_tokens"),
+        (9, [1.0, 1.0, 0, 5, 1, []], "ignore_eos"),
+        (9, [1.0, 1.0, 0, 5, False, [-1]], "stop_token_ids"),
+        (9, [1.0, 1.0, 0, 5, False, 3], "stop_token_ids"),
+    ],
+)
+def test_a_submit_that_is_not_exactly_one_is_refused(place, value, said):
+    """F06, SA-14: a step never sees an unchecked request."""
+    values = wire(submit())
+    values[place] = value
+    with pytest.raises(ProtocolError, match=said):
+        decode(msgpack.packb(values))
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (b"", "front message of 0 bytes"),
+        (msgpack.packb([]), "at least 2 values"),
+        (msgpack.packb([1, 0]), "register must carry 1 values, got 0"),
+        (msgpack.packb([1, 2, b"1234567"]), "abort: numbers must be bin"),
+        (msgpack.packb([1, 10, 5, b"", b"1234", b""]), "differ in length"),
+        (msgpack.packb([1, 11, 5, 99, "text"]), "99 is not a valid RefusalReason"),
+        (b"\x93\x01\x02" + b"\x91" * 900 + b"\x00", "bin"),
+    ],
+)
+def test_other_messages_that_are_not_exactly_one_are_refused(message, said):
+    with pytest.raises(ProtocolError, match=said):
+        decode(message)
+
+
+def test_the_number_of_a_bad_submit_can_be_told():
+    """So that its client hears of it, instead of waiting for ever."""
+    values = wire(submit())
+    values[9] = [99.0, 1.0, 0, 5, False, []]
+    assert peek_submit_number(msgpack.packb(values)) == 7
+    values[2] = "7"
+    assert peek_submit_number(msgpack.packb(values)) is None
+    for other in (b"", b"\xc1", msgpack.packb([1, FrontKind.ABORT, 7]), msgpack.packb([1, 1])):
+        assert peek_submit_number(other) is None
+
+
+def test_no_bytes_raise_anything_but_the_one_exception():
+    """Random, truncated, bit-flipped and value-swapped messages: read, or ProtocolError, never anything else."""
+    good = [
+        encode(Register(front_name="front-0")),
+        encode(submit()),
+        encode(Abort(numbers=np.array([1, 2]))),
+        encode(Ack(numbers=np.array([3]))),
+        encode(
+            Outputs(
+                epoch=1,
+                numbers=np.array([1, 2]),
+                tokens=np.array([5, -1]),
+                finish_codes=np.array([0, 3]),
+            )
+        ),
+        encode(Refused(number=3, reason=RefusalReason.INVALID, text="no")),
+    ]
+    for message in good:
+        decode(message)
+    refused = longest = 0
+    for message in mangled(good, NUM_BAD_MESSAGES, seed=2027):
+        peek_submit_number(message)
+        try:
+            decode(message)
+        except ProtocolError as error:
+            refused += 1
+            longest = max(longest, len(str(error)))
+    assert longest < 1000, "an error must not echo the message"
+    assert refused > NUM_BAD_MESSAGES * 0.6
