@@ -284,7 +284,7 @@ class SchedulerLoop:
             self._bad_front_messages += 1
             number = front_messages.peek_submit_number(message)
             if number is not None:
-                self._refuse(front, number, RefusalReason.INVALID, str(error))
+                self._refuse_submit(front, number, RefusalReason.INVALID, str(error))
             return
         match decoded:
             case Register():
@@ -303,9 +303,14 @@ class SchedulerLoop:
         try:
             self._scheduler.add(front, submit)
         except QueueFull as error:
-            self._refuse(front, submit.number, RefusalReason.OVERLOADED, str(error))
+            self._refuse_submit(front, submit.number, RefusalReason.OVERLOADED, str(error))
         except ValueError as error:
-            self._refuse(front, submit.number, RefusalReason.INVALID, str(error))
+            self._refuse_submit(front, submit.number, RefusalReason.INVALID, str(error))
+
+    def _refuse_submit(self, front: bytes, number: int, reason: RefusalReason, text: str) -> None:
+        # A bad repeat must not end the live request of that number: its front would take the refusal for that one's.
+        if not self._scheduler.is_live(front, number):
+            self._refuse(front, number, reason, text)
 
     def _refuse(self, front: bytes, number: int, reason: RefusalReason, text: str) -> None:
         refused = Refused(number=number, reason=reason, text=text)

@@ -107,6 +107,10 @@ class Scheduler:
         """Count everything that is kept of requests, ended and unacknowledged ones too; 0 when all is over."""
         return self._registry.num_entries + len(self._detached) + len(self._ends)
 
+    def is_live(self, front: Hashable, number: int) -> bool:
+        """Tell whether this is an unfinished request."""
+        return self._registry.find(front, number) is not None
+
     def live(self) -> list[tuple[Hashable, int]]:
         """List every unfinished request as (front, number), in order of submission."""
         return [(request.front, request.number) for request in self._registry]
