@@ -23,7 +23,7 @@ from .models.decoder import Decoder, load_decoder
 from .models.weights import Checkpoint
 from .parallel import TensorParallelGroup
 from .sampler.sampler import Sampler, SamplingRows
-from .sharding import check_tensor_parallel_size, shard_of_rank
+from .sharding import check_tensor_parallel_size, shard_of_rank, vocab_rows_of_ranks
 from .state import WorkerState
 from .warm_up import warm_up_steps
 
@@ -80,7 +80,9 @@ class ModelRunner:
                 device=self.device,
                 progress=progress,
             )
-        self._sampler = Sampler(self.model_config, self._parallel)
+        self._sampler = Sampler(
+            vocab_rows_of_ranks(self.model_config, self.config.world_size), self._parallel
+        )
 
     @property
     def max_num_blocks(self) -> int:
@@ -166,7 +168,8 @@ class ModelRunner:
                 hidden = decoder.forward(batch, cache, self._backend)
                 if len(batch.logits_indices):
                     logits = decoder.logits(hidden, batch.logits_indices)
-                    tokens[plan.samples] = sampler.sample(logits, _sampling_rows(state, plan))
+                    sampled = sampler.sample(logits, _sampling_rows(state, plan))
+                    tokens[plan.samples] = sampled.tokens
         state.commit(plan, tokens)
         return StepResult(tokens=tokens)
 

@@ -11,12 +11,7 @@ def best(scores: torch.Tensor, first_id: int) -> torch.Tensor:
     """The best key of each row.
 
     Shapes: scores [num_rows, num_ids] float32, of the ids from first_id on; returns [num_rows] int64 keys.
-    Example: scores [[1.0, 3.0, 3.0]], first_id 10 -> score 3.0, id 11.
+    Example: scores [[1.0, 3.0, 3.0]], first_id 10 -> score 3.0, id 11 (torch.max names the first of equals).
     """
-    # argmax does not promise which of equal scores it names, but the maximum itself is certain.
     highest, place = scores.max(dim=-1)
-    ties = (scores == highest.unsqueeze(-1)).sum(dim=-1) > 1
-    if bool(ties.any()):
-        equal = scores[ties] == highest[ties].unsqueeze(-1)
-        place[ties] = equal.to(torch.uint8).argmax(dim=-1)
     return keys.pack(highest, place + first_id)

@@ -1,4 +1,9 @@
-"""Logits to tokens (greedy alone so far)."""
+"""Logits of this rank's part of the vocabulary -> one token a row, the same on every rank.
+
+Order, per row: temperature, top-k, top-p, then Gumbel noise and the highest wins. Every rank offers its best
+candidates, one all-gather makes all offers known, and each rank decides from the same numbers. Where the candidates
+cannot settle a row (top-p of a flat distribution, a large k), that row's logits are gathered whole.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +12,218 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..model_config import ModelConfig
 from ..parallel import TensorParallelGroup
-from ..sharding import shard_of_rank
-from . import greedy, keys
+from . import candidates, greedy, keys, noise, temperature, top_k, top_p
+from .exchange import Offer, exchange
+
+# Candidates a rank offers for a row with top-p alone; how many it takes is known only afterwards.
+TOP_P_CANDIDATES = 128
+# Candidates a rank offers at most. A row of larger k is gathered whole.
+MAX_CANDIDATES = 256
+# When a row is gathered whole: how many ids are sorted at first, before all of them are.
+_WHOLE_ROW_CANDIDATES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRows:
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    seeds: np.ndarray
-    positions: np.ndarray
+    """What is asked of each row that samples. All NumPy, [num_sampling], in the order of the logits' rows.
+
+    positions: the sampled token's own position. seeds: in [0, 2**63).
+    """
+
+    temperature: np.ndarray  # float32
+    top_k: np.ndarray  # int32, 0 keeps all
+    top_p: np.ndarray  # float32
+    seeds: np.ndarray  # int64
+    positions: np.ndarray  # integer
+
+    def __getitem__(self, chosen: np.ndarray) -> SamplingRows:
+        """Some of the rows; chosen is an index array."""
+        return SamplingRows(
+            temperature=self.temperature[chosen],
+            top_k=self.top_k[chosen],
+            top_p=self.top_p[chosen],
+            seeds=self.seeds[chosen],
+            positions=self.positions[chosen],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """tokens [num_sampling] int32; digests: 8 bytes a rank, in rank order, as each gave them to `sample`."""
+
+    tokens: np.ndarray
+    digests: bytes
 
 
 class Sampler:
-    def __init__(self, config: ModelConfig, parallel: TensorParallelGroup) -> None:
-        self._parallel = parallel
-        self._first = shard_of_rank(config, parallel.rank, parallel.world_size).vocab_rows.start
+    """Shapes: vocab_rows_of_rank has the vocabulary ids of every rank, in rank order, together [0, vocab_size)."""
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
-        best = self._parallel.all_gather(greedy.best(logits.float(), self._first)).amax(0)
-        return keys.ids_of(best).to(torch.int32).cpu().numpy()
+    def __init__(
+        self, vocab_rows_of_rank: tuple[range, ...], parallel: TensorParallelGroup
+    ) -> None:
+        assert len(vocab_rows_of_rank) == parallel.world_size, vocab_rows_of_rank
+        self._parallel = parallel
+        self._sizes = [len(rows) for rows in vocab_rows_of_rank]
+        self._vocab_size = sum(self._sizes)
+        self._rows = vocab_rows_of_rank[parallel.rank]
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows, *, digest: int = 0) -> Sampled:
+        """Choose. Every rank calls it with the same rows; digest (int64) may differ and comes back from each.
+
+        Shapes: logits [num_sampling, vocabulary rows of this rank], any float dtype, left as they are.
+        """
+        logits = logits.float()
+        is_greedy = temperature.is_greedy(rows.temperature) | (rows.top_k == 1)
+        is_free = top_k.is_off(rows.top_k, self._vocab_size) & top_p.is_off(rows.top_p)
+        filtered = np.flatnonzero(~is_greedy & ~is_free)
+        single = np.flatnonzero(is_greedy | is_free)
+        best = self._best_of_single(logits, rows, single, is_greedy[single])
+        if not len(filtered):
+            empty = torch.empty(0, dtype=torch.int64, device=logits.device)
+            offers = exchange(
+                Offer(digest=digest, best=best, found=empty.view(0, 0), masses=empty.double()),
+                self._parallel,
+            )
+            tokens = keys.ids_of(offers.best.amax(dim=0)).to("cpu", torch.int32).numpy()
+            return Sampled(tokens=tokens, digests=_digest_bytes(offers.digests))
+
+        filter_ = _Filter(rows[filtered], self._vocab_size, logits.device)
+        scores = temperature.scaled(_take(logits, filtered), filter_.temperature)
+        width = filter_.width
+        masses = torch.zeros(len(filtered), dtype=torch.float64, device=logits.device)
+        if len(filter_.needs_mass):
+            masses[filter_.needs_mass] = top_p.mass(_take(scores, filter_.needs_mass))
+        found = candidates.best_candidates(scores, width, self._rows.start)
+        offers = exchange(
+            Offer(digest=digest, best=best, found=found, masses=masses), self._parallel
+        )
+
+        tokens = np.empty(len(logits), np.int32)
+        if len(single):
+            tokens[single] = keys.ids_of(offers.best.amax(dim=0)).cpu().numpy()
+        sizes = torch.tensor(self._sizes, device=logits.device)
+        ordered, certain = candidates.merge(offers.found, sizes)
+        total = top_p.total_mass(offers.masses, keys.scores_of(offers.found.amax(dim=2)))
+        chosen, settled = filter_.choose(ordered, certain, total)
+        tokens[filtered] = chosen.cpu().numpy()
+        open_rows = np.flatnonzero(~settled.cpu().numpy())
+        if len(open_rows):
+            tokens[filtered[open_rows]] = self._choose_whole(
+                _take(scores, open_rows), filter_, total, open_rows
+            )
+        return Sampled(tokens=tokens, digests=_digest_bytes(offers.digests))
+
+    def _best_of_single(
+        self, logits: torch.Tensor, rows: SamplingRows, single: np.ndarray, is_greedy: np.ndarray
+    ) -> torch.Tensor:
+        """The best key on this rank of each row that needs no candidates: [len(single)] int64."""
+        if is_greedy.all():
+            return greedy.best(_take(logits, single), self._rows.start)
+        out = torch.empty(len(single), dtype=torch.int64, device=logits.device)
+        if is_greedy.any():
+            of_greedy = _take(logits, single[is_greedy])
+            out[_index(np.flatnonzero(is_greedy), logits)] = greedy.best(
+                of_greedy, self._rows.start
+            )
+        free = rows[single[~is_greedy]]
+        scores = temperature.scaled(
+            _take(logits, single[~is_greedy]),
+            torch.from_numpy(free.temperature).to(logits.device),
+        )
+        stream = torch.from_numpy(noise.streams(free.seeds, free.positions)).to(logits.device)
+        ids = torch.arange(self._rows.start, self._rows.stop, device=logits.device)
+        scores += noise.gumbel(stream, ids)
+        out[_index(np.flatnonzero(~is_greedy), logits)] = greedy.best(scores, self._rows.start)
+        return out
+
+    def _choose_whole(
+        self, scores: torch.Tensor, filter_: _Filter, total: torch.Tensor, open_rows: np.ndarray
+    ) -> np.ndarray:
+        """Gather some rows' scores from all ranks, and choose from as many candidates as it takes."""
+        longest = max(self._sizes)
+        padded = torch.nn.functional.pad(scores, (0, longest - scores.shape[1]))
+        gathered = self._parallel.all_gather(padded.contiguous())
+        whole = torch.cat(
+            [part[:, :size] for part, size in zip(gathered, self._sizes, strict=True)], dim=1
+        )
+        tokens = np.empty(len(open_rows), np.int32)
+        left = np.arange(len(open_rows))
+        for width in (min(_WHOLE_ROW_CANDIDATES, self._vocab_size), self._vocab_size):
+            found = candidates.best_candidates(_take(whole, left), width, 0)
+            ordered = found.sort(dim=1, descending=True).values
+            part = filter_.only(open_rows[left])
+            certain = torch.full((len(left),), width, device=scores.device)
+            chosen, settled = part.choose(ordered, certain, _take(total, open_rows[left]))
+            tokens[left] = chosen.cpu().numpy()
+            left = left[~settled.cpu().numpy()]
+            if not len(left):
+                break
+        return tokens
+
+
+class _Filter:
+    """Top-k and top-p of some rows, on candidates in order."""
+
+    def __init__(self, rows: SamplingRows, vocab_size: int, device: torch.device) -> None:
+        self._asked = rows
+        self._vocab_size = vocab_size
+        no_k = top_k.is_off(rows.top_k, vocab_size)
+        wanted = np.where(no_k, min(TOP_P_CANDIDATES, vocab_size), rows.top_k)
+        self.width = int(min(wanted.max(), MAX_CANDIDATES))
+        self.needs_mass = np.flatnonzero(no_k)
+        self.temperature = torch.from_numpy(rows.temperature).to(device)
+        self._top_k = torch.from_numpy(np.where(no_k, vocab_size, rows.top_k).astype(np.int64)).to(
+            device
+        )
+        self._no_k = torch.from_numpy(no_k).to(device)
+        self._top_p = torch.from_numpy(rows.top_p).to(device)
+        self._no_p = torch.from_numpy(top_p.is_off(rows.top_p)).to(device)
+        self._stream = torch.from_numpy(noise.streams(rows.seeds, rows.positions)).to(device)
+
+    def only(self, chosen: np.ndarray) -> _Filter:
+        return _Filter(self._asked[chosen], self._vocab_size, self._top_k.device)
+
+    def kept(
+        self, ordered: torch.Tensor, certain: torch.Tensor, total: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which candidates stay, and for which rows the certain ones settle it.
+
+        Shapes: ordered [n, num_ordered] keys, best first; certain [n], how many of them are known to be the
+            vocabulary's best; total [n] float64, the mass of the whole vocabulary, read for rows without top-k.
+            Returns kept [n, num_ordered] bool, settled [n] bool.
+        """
+        scores = keys.scores_of(ordered)
+        is_certain = top_k.kept(certain, ordered.shape[1])
+        after_k = top_k.kept(self._top_k, ordered.shape[1]) & is_certain
+        enough_k = certain >= self._top_k
+        of_k = (scores.double() - scores[:, :1].double()).exp().masked_fill_(~after_k, 0.0)
+        total = torch.where(self._no_k, total, of_k.sum(dim=1))
+        after_p, reached = top_p.kept(scores, after_k, self._top_p, total)
+        settled = torch.where(
+            self._no_k, (reached & ~self._no_p) | (certain >= self._vocab_size), enough_k
+        )
+        return torch.where(self._no_p.unsqueeze(1), after_k, after_p), settled
+
+    def choose(
+        self, ordered: torch.Tensor, certain: torch.Tensor, total: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shapes: as `kept`; returns tokens [n] int64 (meaningless where not settled) and settled [n] bool."""
+        stays, settled = self.kept(ordered, certain, total)
+        ids = keys.ids_of(ordered)
+        perturbed = keys.scores_of(ordered) + noise.gumbel(self._stream, ids)
+        contest = keys.pack(perturbed, ids).masked_fill_(~stays, candidates.NO_CANDIDATE)
+        return keys.ids_of(contest.amax(dim=1)), settled
+
+
+def _index(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(rows).to(like.device)
+
+
+def _take(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """Some rows of a tensor, ascending; the tensor itself if that is all of them."""
+    return tensor if len(rows) == len(tensor) else tensor.index_select(0, _index(rows, tensor))
+
+
+def _digest_bytes(digests: torch.Tensor) -> bytes:
+    return digests.cpu().numpy().astype("<i8").tobytes()

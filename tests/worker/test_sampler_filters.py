@@ -1,0 +1,119 @@
+"""Which ids top-k and top-p keep, against a reference that sorts everything (SA-05, SA-06), and the parts below."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from rowcast.worker.sampler import candidates, keys, noise, top_k, top_p
+
+
+def keep_by_sorting(scores: np.ndarray, k: int, p: float) -> set[int]:
+    order = np.argsort(-scores.astype(np.float64), kind="stable")[: k or None]
+    weights = np.exp(scores[order].astype(np.float64) - scores[order[0]])
+    weights /= weights.sum()
+    if p >= 1:
+        return set(order.tolist())
+    return set(order[: int(np.searchsorted(np.cumsum(weights), p * (1 - 1e-7))) + 1].tolist())
+
+
+def kept_ids(scores: torch.Tensor, k: np.ndarray, p: np.ndarray) -> list[set[int]]:
+    """Every id as a candidate, in order, through top-k and then top-p."""
+    vocab_size = scores.shape[1]
+    ordered = candidates.best_candidates(scores, vocab_size, 0).sort(dim=1, descending=True).values
+    limit = torch.from_numpy(np.where(k > 0, k, vocab_size).astype(np.int64))
+    after_k = top_k.kept(limit, vocab_size)
+    in_order = keys.scores_of(ordered)
+    weights = (in_order.double() - in_order[:, :1].double()).exp().masked_fill(~after_k, 0.0)
+    stays, _ = top_p.kept(in_order, after_k, torch.from_numpy(p), weights.sum(dim=1))
+    stays = torch.where(torch.from_numpy(p >= 1).unsqueeze(1), after_k, stays)
+    ids = keys.ids_of(ordered)
+    return [set(row[mask].tolist()) for row, mask in zip(ids, stays, strict=True)]
+
+
+@pytest.mark.parametrize(("batch", "vocab_size"), [(1, 1024), (32, 1024), (8, 32_000)])
+def test_kept_ids_equal_those_of_a_full_sort(batch, vocab_size):
+    rng = np.random.default_rng(batch)
+    scores = torch.from_numpy(rng.standard_normal((batch, vocab_size)).astype(np.float32) * 4)
+    k = np.where(rng.random(batch) < 0.25, 0, rng.integers(1, 100, batch)).astype(np.int32)
+    p = np.where(rng.random(batch) < 0.25, 1.0, rng.uniform(0.1, 1.0, batch)).astype(np.float32)
+    for row, kept in enumerate(kept_ids(scores, k, p)):
+        expected = keep_by_sorting(scores[row].numpy(), int(k[row]), float(p[row]))
+        assert kept == expected, (row, k[row], p[row], len(kept), len(expected))
+
+
+def test_extreme_k_and_p_keep_what_they_say():
+    scores = torch.from_numpy(np.random.default_rng(0).standard_normal((6, 300)).astype(np.float32))
+    kept = kept_ids(
+        scores,
+        np.array([1, 300, 2, 299, 0, 0], np.int32),
+        np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.01], np.float32),
+    )
+    assert [len(ids) for ids in kept[:5]] == [1, 300, 2, 299, 300]
+    assert len(kept[5]) >= 1
+    assert int(scores[5].argmax()) in kept[5]
+
+
+def test_top_p_takes_the_fewest_that_reach_p():
+    """0.5 + 0.3 reaches 0.8, though float32's 0.8 is a shade more."""
+    scores = torch.tensor([[0.5, 0.3, 0.2]] * 3).log()
+    p = np.array([0.8, 0.81, 0.5], np.float32)
+    kept = kept_ids(scores, np.zeros(3, np.int32), p)
+    assert [len(ids) for ids in kept] == [2, 3, 1]
+
+
+def test_candidates_are_exact_where_scores_tie():
+    """torch.topk takes any of equal scores; another rank count would then keep other ids."""
+    scores = torch.tensor([[1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 0.0]])
+    for width, expected in ((1, [11]), (2, [11, 14]), (3, [10, 11, 14]), (5, [10, 11, 12, 13, 14])):
+        found = candidates.best_candidates(scores, width, 10)
+        assert sorted(keys.ids_of(found)[0].tolist()) == expected
+
+
+def test_merged_candidates_are_certain_down_to_the_worst_of_a_rank_that_left_some_out():
+    """Rank 0 (3 ids, all offered) hides nothing; rank 1 left ids out below 5.0: only what is at least 5.0 is sure."""
+    low = candidates.best_candidates(torch.tensor([[9.0, 4.0, 1.0]]), 3, 0)
+    high = candidates.best_candidates(torch.tensor([[8.0, 7.0, 5.0, 4.5, 4.4]]), 3, 3)
+    ordered, certain = candidates.merge(torch.stack([low, high]), torch.tensor([3, 5]))
+    assert keys.ids_of(ordered)[0].tolist() == [0, 3, 4, 5, 1, 2]
+    assert certain.tolist() == [4]
+
+
+def test_keys_sort_as_score_then_lowest_id_and_give_both_back():
+    scores = torch.tensor([3.5, -1.0, -1.0, 0.0, -0.0, 1e-40, float("-inf"), 2e38])
+    ids = torch.tensor([5, 2**31, 7, 9, 8, 1, 0, 4])
+    packed = keys.pack(scores, ids)
+    order = packed.argsort(descending=True).tolist()
+    assert order == [7, 0, 5, 4, 3, 2, 1, 6]  # 8 before 9: 0.0 and -0.0 tie
+    assert keys.ids_of(packed).tolist() == ids.tolist()
+    assert keys.scores_of(packed).tolist() == scores.tolist()
+
+
+def test_noise_is_the_splitmix64_stream_of_seed_and_position():
+    """Against the formula in Python's own integers: torch's int64 must wrap and shift as unsigned numbers do."""
+    wrap, golden = 2**64 - 1, 0x9E3779B97F4A7C15
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & wrap
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & wrap
+        return z ^ (z >> 31)
+
+    seeds = np.array([0, 1, 2**63 - 1], np.int64)
+    positions = np.array([0, 77, 2**31 - 1])
+    ids = torch.tensor([0, 1, 49_151, 2**31 - 2])
+    got = noise.gumbel(torch.from_numpy(noise.streams(seeds, positions)), ids).double().numpy()
+    for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
+        stream = mix((mix((seed + golden) & wrap) + position * golden) & wrap)
+        for column, vocab_id in enumerate(ids.tolist()):
+            u = mix((stream + vocab_id * golden) & wrap) / 2**64
+            expected = -np.log(-np.log1p(-u))
+            assert got[row, column] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_noise_of_an_id_does_not_depend_on_which_ids_are_asked_with_it():
+    stream = torch.from_numpy(noise.streams(np.array([5, 6]), np.array([1, 2])))
+    ids = torch.arange(1000)
+    whole = noise.gumbel(stream, ids)
+    some = torch.tensor([[3, 999, 500], [0, 1, 2]])
+    picked = torch.gather(whole, 1, some)
+    assert torch.allclose(noise.gumbel(stream, some), picked, rtol=1e-5, atol=1e-6)
