@@ -7,6 +7,9 @@ would name the last slot of the cache). A cache is a view whose first stride is 
 one pool block, with other layers between.
 """
 
+# pyright: reportArgumentType=false
+# (a launch takes plain numbers where the kernel's own signature says tl.constexpr)
+
 from __future__ import annotations
 
 import torch

@@ -14,6 +14,9 @@ Layout: query and out packed behind dimension 0, caches as in kv_write.py. Sourc
 Gimelshein 2018 (arXiv 1805.02867); tiles of (token, head) rows over pages, Kwon et al. 2023 (arXiv 2309.06180).
 """
 
+# pyright: reportArgumentType=false
+# (a launch takes plain numbers where the kernel's own signature says tl.constexpr)
+
 from __future__ import annotations
 
 import math
@@ -148,6 +151,11 @@ def _paged_attention_kernel(
     )
 
 
+def _power_of_two(count: int) -> int:
+    """The smallest power of two that is not below `count`."""
+    return 1 << (count - 1).bit_length()
+
+
 def paged_attention_config(
     *, num_tokens: int, num_reqs: int, group: int, head_dim: int, itemsize: int
 ) -> dict[str, int]:
@@ -156,7 +164,7 @@ def paged_attention_config(
     Units: num_tokens counts padding too; itemsize is bytes.
     Example: 32 decoding requests, group 3, head_dim 64 in bf16: 16 rows of 5 tokens by 3 heads, 64 keys a turn.
     """
-    padded = max(16, triton.next_power_of_2(head_dim))
+    padded = max(16, _power_of_two(head_dim))
     # The largest tiles whose accumulator stays in registers (`ptxas -v` for sm_80 to sm_100 shows next to no spills),
     # with K and V of two pipeline stages within gfx942's 64 KiB. float32 has no tensor cores to multiply with (tf32
     # would drop 13 bits), so there a thread holds whole rows and columns.
@@ -172,7 +180,7 @@ def paged_attention_config(
     heads = -(-group // head_tiles)
     # Only decode: as few rows as the tensor cores take. Some prefill: rows enough to use each key often.
     rows = 16 if num_tokens <= num_reqs else max_rows
-    block_m = max(rows, triton.next_power_of_2(heads))
+    block_m = max(rows, _power_of_two(heads))
     return {
         "HEADS": heads,
         "HEAD_DIM_PADDED": padded,

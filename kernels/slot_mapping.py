@@ -5,6 +5,9 @@
 program_id(0) is batch_index; one more program than requests writes -1 (no slot) behind the last token.
 """
 
+# pyright: reportArgumentType=false
+# (a launch takes plain numbers where the kernel's own signature says tl.constexpr)
+
 from __future__ import annotations
 
 import torch

@@ -17,6 +17,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core import config
+
+numba_config: Any = config  # its names are made at run time
 
 # What a twin may assume of floating point: sums may be reordered and multiplied-added in one step, as any BLAS does.
 # NaN and infinity keep their meaning ("nnan" and "ninf" are left out), so a NaN that leaks stays visible.
@@ -25,8 +28,8 @@ FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 # Of Numba's thread pools, the one that sleeps while it waits. The OpenMP pool spins, and it is not torch's own: two
 # pools of two threads that spin on two cores made a step ten times slower. The choice falls with the process's first
 # parallel call, and a pool that the user has chosen is kept.
-if numba.config.THREADING_LAYER == "default":
-    numba.config.THREADING_LAYER = "workqueue"
+if numba_config.THREADING_LAYER == "default":
+    numba_config.THREADING_LAYER = "workqueue"
 
 # That pool ends the process when two threads call it at once, so every parallel call of ours holds this.
 parallel_lock = threading.Lock()
@@ -67,11 +70,13 @@ def jit(*signature: str, parallel: bool = False, **options: Any) -> Callable[[Ca
     The folder is set for the length of this call only, so that other users of Numba in this process keep theirs.
     """
 
+    njit: Any = numba.njit
+
     def decorate(function: Callable) -> Any:
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(CACHE_DIR)
+        before = numba_config.CACHE_DIR
+        numba_config.CACHE_DIR = str(CACHE_DIR)
         try:
-            return numba.njit(
+            return njit(
                 *signature,
                 cache=True,
                 nogil=True,
@@ -82,7 +87,7 @@ def jit(*signature: str, parallel: bool = False, **options: Any) -> Callable[[Ca
                 **options,
             )(function)
         finally:
-            numba.config.CACHE_DIR = before
+            numba_config.CACHE_DIR = before
 
     return decorate
 
@@ -105,7 +110,7 @@ def set_threads(num_threads: int) -> None:
 
 def most_threads() -> int:
     """The largest count that `set_threads` takes: the cores that this process may use."""
-    return numba.config.NUMBA_NUM_THREADS
+    return numba_config.NUMBA_NUM_THREADS
 
 
 def get_threads() -> int:

@@ -6,10 +6,14 @@ others; Numba's types can only say "strided everywhere", and loops over such an 
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
+from numba import extending
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
+
+intrinsic: Any = extending.intrinsic  # what it returns is called without the typing context
 
 
 @intrinsic
