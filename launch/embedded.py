@@ -233,9 +233,10 @@ class EmbeddedEngine:
     def queue(self, request: Request) -> None:
         """Hand a prepared request to the scheduler."""
         self._refuse_if_failed()
-        request.metrics = RequestMetrics(arrival_time_s=time.monotonic())
-        self._requests[request.submit.number] = request
-        self._front.send(encode(request.submit))
+        with _interrupts_held():
+            request.metrics = RequestMetrics(arrival_time_s=time.monotonic())
+            self._requests[request.submit.number] = request
+            self._front.send(encode(request.submit))
 
     def abort(self, requests: Sequence[Request]) -> None:
         """End requests at once and wait until the scheduler has let go of them. Finished ones are left as they are."""
@@ -259,17 +260,20 @@ class EmbeddedEngine:
         Raises: RuntimeError, one sentence, when the engine failed; it stays unusable.
         """
         self._refuse_if_failed()
+        with _interrupts_held():
+            self._step()
+
+    def _step(self) -> None:
         try:
-            with _interrupts_held():
-                moved = self._scheduler_loop.turn(0.0)
-                moved = self._worker_turn() or moved
+            moved = self._scheduler_loop.turn(0.0)
+            moved = self._worker_turn() or moved
+            moved = self._take_outputs() or moved
         except WorkerGroupError as error:
             self._failed = str(error)
             raise RuntimeError(self._failed) from self._worker_error
         except BaseException as error:
             self._failed = f"a step ended in the middle ({type(error).__name__}: {error})"
             raise
-        moved = self._take_outputs() or moved
         assert moved or not self._requests, (
             f"no progress with {len(self._requests)} live requests: {self._scheduler_loop.snapshot()}"
         )
@@ -330,7 +334,7 @@ class EmbeddedEngine:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until a step is done, so that the tables are whole when they are raised.
+    """Hold Ctrl-C and SIGTERM back until this is done, so that the tables are whole when they are raised.
 
     A second one is not held: a step that hangs can still be left.
     """

@@ -42,6 +42,7 @@ class _Engine(Protocol):
         request_id: str | None = None,
     ) -> Iterator[RequestOutput]: ...
     def abort(self, request_id: str) -> None: ...
+    def snapshot(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -154,6 +155,10 @@ class LLM:
         """End a request that another thread, or an open `stream`, is waiting for."""
         self._engine.abort(request_id)
 
+    def snapshot(self) -> dict[str, Any]:
+        """The scheduler's counts: running, waiting, free_blocks, usable_blocks, steps, preemptions and so on."""
+        return self._engine.snapshot()
+
     def close(self) -> None:
         """Stop the engine, and the Ray cluster if this LLM started it. A second call does nothing."""
         self._close()
@@ -238,6 +243,9 @@ class _Embedded:
             request = self._live.get(request_id)
             if request is not None:
                 self._engine.abort([request])
+
+    def snapshot(self) -> dict[str, Any]:
+        return self._engine.snapshot()
 
     def close(self) -> None:
         with self._lock:

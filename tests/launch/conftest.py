@@ -123,3 +123,17 @@ class TinyLlama:
 @pytest.fixture
 def tiny_llama() -> type[TinyLlama]:
     return TinyLlama
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[[Path], Path]:
+    """Converts the tiny model into a Hugging Face folder inside the given one; a context of 128 tokens."""
+    from rowcast.launch.convert_gguf import convert_gguf
+
+    def make(folder: Path) -> Path:
+        model = folder / "tiny-llama"
+        model.mkdir()
+        convert_gguf(TinyLlama().write(folder / "tiny.gguf"), model, lambda done, total: None)
+        return model
+
+    return make

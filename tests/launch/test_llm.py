@@ -1,0 +1,308 @@
+"""The embedded LLM on a tiny model: what callers get back, in which order, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rowcast import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_model) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make_llm(model: Path, **options) -> LLM:
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "num_threads": 1}
+    return LLM(model, **(defaults | {"kv_cache_memory": "64KiB"} | options))
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path) -> Iterator[LLM]:
+    with make_llm(model) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """The shared engine; whatever a test does, it must give every row and block back."""
+    yield shared
+    assert_idle(shared)
+
+
+def assert_idle(llm: LLM) -> None:
+    counts = llm.snapshot()
+    assert (counts["running"], counts["waiting"]) == (0, 0)
+    assert counts["free_blocks"] == counts["usable_blocks"]
+
+
+def token_ids(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_results_come_in_the_order_of_the_prompts(llm):
+    """The short ones end first; 9 prompts on 4 rows also wait for each other."""
+    prompts = [[5] * (9 - n) + [20 + n] for n in range(9)]
+    params = [SamplingParams(temperature=0, max_tokens=9 - n, ignore_eos=True) for n in range(9)]
+    together = llm.generate(prompts, params)
+    assert [output.prompt_token_ids for output in together] == prompts
+    assert [len(ids) for ids in token_ids(together)] == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    alone = [llm.generate(prompts[n], params[n])[0] for n in range(9)]
+    assert token_ids(together) == token_ids(alone)
+
+
+def test_text_and_ids_are_the_same_prompt(llm):
+    text = "hello world 12"
+    ids = llm.generate(text, GREEDY)[0].prompt_token_ids
+    mixed = llm.generate([text, ids], GREEDY)
+    assert mixed[0].outputs[0].token_ids == mixed[1].outputs[0].token_ids
+    assert (mixed[0].prompt, mixed[1].prompt) == (text, None)
+
+
+def test_no_prompts_give_no_results(llm):
+    assert llm.generate([], GREEDY) == []
+
+
+def test_a_seed_makes_sampling_repeatable_and_no_seed_does_not(llm):
+    seeded = SamplingParams(temperature=1.5, max_tokens=12, seed=11, ignore_eos=True)
+    first, second = token_ids(llm.generate([[5, 6], [5, 6]], seeded))
+    assert first == second
+    free = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    assert len({tuple(ids) for ids in token_ids(llm.generate([[5, 6]] * 4, free))}) > 1
+
+
+def test_a_request_ends_by_length_or_by_a_stop_token(llm):
+    output = llm.generate([5, 6, 7], GREEDY)[0]
+    assert output.finished
+    assert output.outputs[0].finish_reason == "length"
+    fourth = output.outputs[0].token_ids[3]
+    expected = output.outputs[0].token_ids[: output.outputs[0].token_ids.index(fourth) + 1]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=(fourth,))
+    stopped = llm.generate([5, 6, 7], params)[0].outputs[0]
+    assert stopped.token_ids == expected
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", fourth)
+
+
+def test_max_tokens_none_runs_up_to_the_models_length(llm):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    output = llm.generate([5] * 100, params)[0].outputs[0]
+    assert len(output.token_ids) == 128 - 100  # the model's context is 128
+    assert output.finish_reason == "length"
+
+
+# ---------------------------------------------------------------- streaming
+
+
+def test_a_stream_grows_to_what_generate_gives(llm):
+    whole = llm.generate("hello", GREEDY)[0].outputs[0]
+    seen = list(llm.stream("hello", GREEDY))
+    counts = [len(output.outputs[0].token_ids) for output in seen]
+    assert counts == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [output.finished for output in seen] == [False] * 7 + [True]
+    texts = [output.outputs[0].text for output in seen]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert seen[-1].outputs[0] == whole
+
+
+def test_leaving_a_stream_aborts_its_request(llm):
+    """Its row and blocks are back at once; the fixture counts them."""
+    for output in llm.stream([5, 6], SamplingParams(max_tokens=100, ignore_eos=True)):
+        if len(output.outputs[0].token_ids) == 3:
+            break
+
+
+def test_a_stream_that_nobody_reads_queues_nothing(llm):
+    stream = llm.stream([5, 6], GREEDY)
+    assert llm.snapshot()["waiting"] == 0
+    del stream
+
+
+def test_streams_in_one_thread_and_generate_share_the_engine(llm):
+    alone = token_ids(llm.generate([[5, 6], [7, 8], [9]], GREEDY))
+    first, second = llm.stream([5, 6], GREEDY), llm.stream([7, 8], GREEDY)
+    results: dict[str, list[int]] = {}
+    for one, other in zip(first, second, strict=True):
+        if "third" not in results:
+            results["third"] = llm.generate([9], GREEDY)[0].outputs[0].token_ids
+        results["first"], results["second"] = one.outputs[0].token_ids, other.outputs[0].token_ids
+    assert [results["first"], results["second"], results["third"]] == alone
+
+
+def test_threads_share_one_llm(llm):
+    prompts = [[5 + n, 6, 7] for n in range(6)]
+    alone = token_ids(llm.generate(prompts, GREEDY))
+    got: dict[int, list[int]] = {}
+
+    def answer(n: int) -> None:
+        if n % 2:
+            got[n] = llm.generate(prompts[n], GREEDY)[0].outputs[0].token_ids
+        else:
+            got[n] = list(llm.stream(prompts[n], GREEDY))[-1].outputs[0].token_ids
+
+    threads = [threading.Thread(target=answer, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[n] for n in range(6)] == alone
+
+
+def test_abort_ends_a_stream_with_its_reason(llm):
+    stream = llm.stream([5, 6], SamplingParams(max_tokens=100, ignore_eos=True), request_id="mine")
+    next(stream)
+    next(stream)
+    llm.abort("mine")
+    llm.abort("mine")  # nobody there any more: ignored
+    last = list(stream)[-1]
+    assert last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    assert 2 <= len(last.outputs[0].token_ids) < 100
+
+
+def test_a_live_request_id_cannot_be_used_twice(llm):
+    stream = llm.stream([5], SamplingParams(max_tokens=50, ignore_eos=True), request_id="mine")
+    next(stream)
+    with pytest.raises(ValueError, match="request_id 'mine' is in use"):
+        next(llm.stream([6], GREEDY, request_id="mine"))
+    assert len(next(stream).outputs[0].token_ids) >= 2  # the first one goes on
+    stream.close()
+    assert len(list(llm.stream([6], GREEDY, request_id="mine"))) == 8
+
+
+def test_a_chat_goes_through_the_models_template(llm):
+    messages = [{"role": "user", "content": "hello"}]
+    (one,) = llm.chat(messages, GREEDY)
+    two = llm.chat([messages, messages], GREEDY)
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert one.prompt_token_ids == llm.generate(text, GREEDY)[0].prompt_token_ids
+    assert token_ids(two) == token_ids([one, one])
+    assert list(llm.stream_chat(messages, GREEDY))[-1].outputs[0] == one.outputs[0]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ([5] * 128, {}, "the prompt has 128 tokens, max_model_len is 128"),
+        ([5] * 500, {}, "the prompt has 500 tokens, max_model_len is 128"),
+        ([5, 10_000], {}, "token id 10000 lies outside the vocabulary"),
+        ([5, -1], {}, "token id -1 lies outside the vocabulary"),
+        ([5], {"stop_token_ids": (10_000,)}, "token id 10000 lies outside the vocabulary"),
+        ("half \ud800", {}, "not valid Unicode"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_its_place_and_nothing_is_queued(llm, prompt, params, says):
+    """The good ones before it must not run on either: the caller gets no results to use them with."""
+    before = llm.snapshot()
+    params = SamplingParams(max_tokens=4, **params)
+    with pytest.raises(ValueError, match=says):
+        list(llm.stream(prompt, params))
+    with pytest.raises(ValueError, match=rf"^prompts\[2\]: .*{says}"):
+        llm.generate([[5], [6], prompt, [7]], [GREEDY, GREEDY, params, GREEDY])
+    assert llm.snapshot() == before
+
+
+def test_a_request_larger_than_the_whole_pool_is_refused(model):
+    with make_llm(model, kv_cache_memory="6KiB", max_model_len=128) as llm:
+        usable = llm.snapshot()["usable_blocks"]
+        tokens = usable * 8
+        assert 0 < tokens < 100
+        with pytest.raises(
+            ValueError, match=f"the whole KV pool holds {tokens}; shorten the prompt"
+        ):
+            llm.generate([5] * (tokens + 1), GREEDY)
+        with pytest.raises(ValueError, match=f"the whole pool holds {tokens}; lower max_tokens"):
+            llm.generate([5] * tokens, SamplingParams(max_tokens=2))
+        assert len(token_ids(llm.generate([5] * tokens, SamplingParams(max_tokens=1)))[0]) == 1
+        assert_idle(llm)
+
+
+def test_a_pool_too_small_for_one_block_says_what_to_raise(model):
+    with pytest.raises(ValueError, match="raise --kv-cache-memory"):
+        make_llm(model, kv_cache_memory=100)
+
+
+@pytest.mark.parametrize("option", ["enforce_eager", "pipeline_parallel_size"])
+def test_unknown_options_are_refused(model, option):
+    with pytest.raises(TypeError, match=option):
+        LLM(model, **{option: 1})
+
+
+def test_more_prompts_than_the_queue_holds_are_taken_in_turns(model, monkeypatch):
+    """The scheduler refuses what its queue cannot hold; a long list is no overload."""
+    with make_llm(model) as llm:
+        monkeypatch.setattr(llm._engine, "_max_live", 3)
+        prompts = [[5 + n % 7] for n in range(20)]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2))
+        assert [output.prompt_token_ids for output in outputs] == prompts
+        assert_idle(llm)
+
+
+# ---------------------------------------------------------------- interruption and failure
+
+
+def test_ctrl_c_leaves_an_engine_that_goes_on(llm):
+    """It waits for the end of a step: in the middle of one the tables would be half changed."""
+    alone = token_ids(llm.generate([[5, 6], [7]], GREEDY))
+    # Many more tokens than the time allows.
+    prompts = [[5 + n % 9] for n in range(500)]
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+    timer.join()
+    assert_idle(llm)
+    assert token_ids(llm.generate([[5, 6], [7]], GREEDY)) == alone
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_failing_worker_ends_the_engine_with_one_sentence(model, monkeypatch):
+    with make_llm(model) as llm:
+        runner = llm._engine._engine._runner
+
+        def fail(step):
+            raise MemoryError("no memory for 3 blocks")
+
+        monkeypatch.setattr(runner, "execute", fail)
+        with pytest.raises(
+            RuntimeError, match=r"rank 0 failed: .*no memory for 3 blocks"
+        ) as raised:
+            llm.generate([[5], [6]], GREEDY)
+        assert "\n" not in str(raised.value)
+        with pytest.raises(RuntimeError, match="the engine has stopped: rank 0 failed"):
+            llm.generate([5], GREEDY)
+
+
+def test_a_closed_llm_says_so_and_closes_once(model):
+    llm = make_llm(model)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([5], GREEDY)
+
+
+def test_an_llm_that_nobody_holds_gives_its_memory_back(model):
+    """A finalizer that held the LLM itself would keep the weights until the process ends."""
+    llm = make_llm(model)
+    llm.generate([5], GREEDY)
+    runner = weakref.ref(llm._engine._engine._runner)
+    del llm
+    deadline = time.monotonic() + 5
+    while runner() is not None and time.monotonic() < deadline:
+        gc.collect()
+    assert runner() is None
