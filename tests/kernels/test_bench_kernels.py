@@ -43,5 +43,5 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
         )
 
     monkeypatch.setattr(kernels, "select_backend", broken)
-    with pytest.raises(ValueError, match="differs from its reference by .*; not timed"):
+    with pytest.raises(ValueError, match=r"differs from its reference by .*; not timed"):
         kernels.bench_kernels(**TINY)
