@@ -105,7 +105,12 @@ class Scheduler:
     @property
     def num_remembered(self) -> int:
         """Count everything that is kept of requests, ended and unacknowledged ones too; 0 when all is over."""
-        return self._registry.num_entries + len(self._detached) + len(self._ends)
+        return (
+            self._registry.num_entries
+            + len(self._detached)
+            + len(self._ends)
+            + self._stops.num_watched
+        )
 
     def is_live(self, front: Hashable, number: int) -> bool:
         """Tell whether this is an unfinished request."""

@@ -25,6 +25,11 @@ class StopRules:
         self.suspect = np.zeros(vocab_size, bool)
         self.suspect[list(self._eos)] = True
 
+    @property
+    def num_watched(self) -> int:
+        """Count the stop ids that live requests have; 0 once all have ended."""
+        return len(self._users)
+
     def add(self, params: SamplingParams) -> None:
         """Watch for one more request's stop ids."""
         for token in set(params.stop_token_ids):

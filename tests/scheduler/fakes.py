@@ -17,6 +17,7 @@ from rowcast.scheduler.deliveries import Deliveries
 from rowcast.scheduler.front_messages import FinishCode, Submit, make_submit_key
 from rowcast.scheduler.kv_groups import KVGroupSpec, blocks_needed
 from rowcast.scheduler.messages import SchedulerOutput, decode_frame, encode_step
+from rowcast.scheduler.policy import Policy
 from rowcast.scheduler.request import RequestStatus
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
@@ -159,6 +160,7 @@ class Bench:
         block_size: int = 16,
         model: Model = hash_model,
         worker: type[FakeWorker] = FakeWorker,
+        policy: Policy | None = None,
         **config,
     ) -> None:
         defaults = {
@@ -168,7 +170,10 @@ class Bench:
             "max_num_batched_tokens": 8192,
         }
         self.scheduler = Scheduler(
-            SchedulerConfig(**(defaults | config)), groups or (group(block_size),), usable + 1
+            SchedulerConfig(**(defaults | config)),
+            groups or (group(block_size),),
+            usable + 1,
+            policy,
         )
         self.worker = worker(self.scheduler, model)
         self.submits: dict[int, Submit] = {}
