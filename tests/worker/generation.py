@@ -129,27 +129,25 @@ def make_llama(folder: Path, *, seed: int = 0, **sizes) -> Path:
 
 
 def transformers_tokens(
-    folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+    folder: Path | str, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[list[int]]:
-    """What transformers' own greedy generate gives, each prompt alone, in float32."""
+    """What transformers' own greedy generate gives in float32, the prompts padded on the left into one batch."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    tokens = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        tokens.append(out[0, len(prompt) :].tolist())
-    return tokens
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    real = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        real[row, longest - len(prompt) :] = 1
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=real, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        )
+    return out[:, longest:].tolist()
 
 
 def random_prompts(
