@@ -27,8 +27,8 @@ class StageLines:
 
 @contextmanager
 def load_bar(console: Console | None, title: str) -> Iterator[Callable[[float], None] | None]:
-    """A bar that the loader moves from 0 to 1; it is gone when the load is done."""
-    if console is None:
+    """A bar that the loader moves from 0 to 1; it is gone when the load is done. Only where there is a terminal."""
+    if console is None or not console.is_terminal:
         yield None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,0 +1,124 @@
+"""The `rowcast` command: which commands there are, and how each of them ends.
+
+Exit codes: 0 done; 1 the engine failed; 2 a mistake in what was asked, one sentence on stderr; 130 Ctrl-C, 143 SIGTERM.
+A traceback is never a person's answer. Commands import what they need when they run, so `--help` takes no time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from .commands import bench, engine, pull, run
+
+EXIT_FAILED = 1
+EXIT_USER = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+app = typer.Typer(
+    name="rowcast",
+    help="Serve large language models from many workers; broadcast only what changed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run.run)
+app.command("serve")(engine.serve)
+app.command("status")(engine.status)
+app.command("stop")(engine.stop)
+app.command("pull")(pull.pull)
+app.add_typer(bench.app, name="bench")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: cleaned up after exactly as Ctrl-C is."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        print(f"rowcast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version"),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> NoReturn:
+    """Run the command line and exit; the console script's entry."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; what went wrong is one line on stderr."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = app(args=arguments, prog_name="rowcast", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except Terminated:
+        return _say("stopped by SIGTERM", EXIT_TERMINATED)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # `rowcast ... | head`: the reader has what it wanted. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_FAILED
+    except Exception as error:
+        return _say_error(error)
+
+
+def _terminate(signal_number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _say_error(error: Exception) -> int:
+    usage_message = getattr(error, "format_message", None)  # the parser's own errors
+    if usage_message is not None:
+        sentence = usage_message()
+        if not sentence:  # no arguments at all: the help was printed
+            return EXIT_USER
+        return _say(f"{sentence.rstrip('.')}; see rowcast --help", EXIT_USER)
+    if isinstance(error, ValueError | FileNotFoundError | ConnectionError | PermissionError):
+        return _say(str(error), EXIT_USER)
+    if isinstance(error, RuntimeError | OSError | TimeoutError):
+        return _say(str(error) or type(error).__name__, EXIT_FAILED)
+    return _say(
+        f"internal error, please report it: {type(error).__name__}: {error} ({_where(error)})",
+        EXIT_FAILED,
+    )
+
+
+def _where(error: Exception) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "unknown place"
+    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+
+
+def _say(sentence: str, code: int) -> int:
+    print(f"rowcast: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""`rowcast bench ...`: measurements. Each prints its figures for a person, and with --json one line for a program."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from . import options as o
+
+app = typer.Typer(
+    help="Measure: the step protocol, a whole engine, the kernels.", no_args_is_help=True
+)
+
+
+@app.command("throughput")
+def throughput(
+    model: o.Model,
+    num_prompts: Annotated[int, typer.Option(metavar="N", min=1, help="Requests at once")] = 32,
+    input_len: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a prompt")] = 128,
+    output_len: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of an answer")] = 64,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random prompts")] = 0,
+    tensor_parallel_size: o.TensorParallelSize = 1,
+    address: o.Address = None,
+    max_num_seqs: o.MaxNumSeqs = o.DEFAULT_MAX_NUM_SEQS,
+    max_num_batched_tokens: o.MaxNumBatchedTokens = o.DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    max_model_len: o.MaxModelLen = None,
+    block_size: o.BlockSize = o.DEFAULT_BLOCK_SIZE,
+    gpu_memory_utilization: o.GpuMemoryUtilization = o.DEFAULT_GPU_MEMORY_UTILIZATION,
+    kv_cache_memory: o.KVCacheMemory = None,
+    dtype: o.Dtype = "auto",
+    kernel_backend: o.KernelBackend = "auto",
+    num_threads: o.NumThreads = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Tokens a second on random prompts, greedy, end of text ignored."""
+    from rich.console import Console
+
+    from ..bench.throughput import machine, measure, versions
+    from ..llm import LLM
+
+    with LLM(
+        model,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        address=address,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory=kv_cache_memory,
+        kernel_backend=kernel_backend,
+        num_threads=num_threads,
+        console=Console(stderr=True),
+    ) as llm:
+        figures = measure(
+            llm,
+            num_prompts=num_prompts,
+            input_len=input_len,
+            output_len=output_len,
+            seed=seed,
+        )
+        worker = llm.plan.worker
+    sizes = {
+        "model": model,
+        "num_prompts": num_prompts,
+        "input_len": input_len,
+        "output_len": output_len,
+        "tensor_parallel_size": tensor_parallel_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "block_size": block_size,
+        "dtype": dtype,
+        "num_threads": worker.num_threads,
+        "seed": seed,
+    }
+    print(
+        f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} with the prompts'; "
+        f"{num_prompts} prompts of {input_len} tokens, {output_len} outputs each, in {figures['seconds']:.2f} s"
+    )
+    if as_json:
+        _print_json(figures | {"sizes": sizes, "versions": versions(), "machine": machine()})
+
+
+@app.command("control-plane")
+def control_plane(
+    rows: Annotated[int, typer.Option(metavar="N", help="Requests that decode")] = 1024,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps to measure")] = 64,
+    block_size: o.BlockSize = o.DEFAULT_BLOCK_SIZE,
+    kv_groups: Annotated[int, typer.Option(metavar="N", help="KV-cache groups")] = 1,
+    as_json: o.AsJson = False,
+) -> None:
+    """What a steady decode step costs beside the model: microseconds by phase, and bytes on the wire."""
+    from ..bench.control_plane import bench_control_plane, table
+
+    figures = bench_control_plane(
+        rows=rows, steps=steps, block_size=block_size, kv_groups=kv_groups
+    )
+    print(table(figures))
+    if as_json:
+        _print_json(figures)
+
+
+@app.command("kernels")
+def kernels(
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda", help="Where the kernels run")
+    ] = "auto",
+    kernel_backend: o.KernelBackend = "auto",
+    dtype: Annotated[
+        str, typer.Option(metavar="float32|bfloat16|float16", help="Numbers to compute with")
+    ] = "float32",
+    num_threads: o.NumThreads = None,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds of each")] = 20,
+    as_json: o.AsJson = False,
+) -> None:
+    """Each kernel's time beside what this machine's memory or arithmetic allows, at SmolLM2-135M's sizes."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype must be one of float32, bfloat16, float16, got {dtype!r}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be one of auto, cpu, cuda, got {device!r}")
+
+    from ..bench.kernels import bench_kernels
+    from ..bench.throughput import machine, versions
+    from ..config import usable_cores
+
+    figures = bench_kernels(
+        device=device,
+        kernel_backend=kernel_backend,
+        dtype=dtype,
+        num_threads=num_threads or usable_cores(),
+        repeats=repeats,
+    )
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            print(f"{name}: " + ", ".join(f"{key} {number}" for key, number in value.items()))
+        else:
+            print(f"{name}: {value}")
+    if as_json:
+        _print_json(figures | {"versions": versions(), "machine": machine()})
+
+
+def _print_json(figures: dict[str, Any]) -> None:
+    print(json.dumps(figures), flush=True)

@@ -1,0 +1,108 @@
+"""The options that several commands share: their names, and what `--help` says of them.
+
+Only the model's own rules live elsewhere (`launch/config.py` checks); here is what a person types.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ...scheduler.config import SchedulerConfig
+from ...worker.config import DTYPES, KERNEL_BACKENDS, WorkerConfig
+
+_ENGINE = "Engine"
+
+
+def _default(config: type, field: str) -> Any:
+    """The default that a config part declares: stated there alone."""
+    return config.__dataclass_fields__[field].default  # type: ignore[attr-defined]
+
+
+DEFAULT_MAX_NUM_SEQS: int = _default(SchedulerConfig, "max_num_seqs")
+DEFAULT_MAX_NUM_BATCHED_TOKENS: int = _default(SchedulerConfig, "max_num_batched_tokens")
+DEFAULT_BLOCK_SIZE: int = _default(WorkerConfig, "block_size")
+DEFAULT_GPU_MEMORY_UTILIZATION: float = _default(WorkerConfig, "gpu_memory_utilization")
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A name that `rowcast pull` knows, or a model folder")
+]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="N",
+        help="Workers that share the model's heads; their counts need not divide",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int,
+    typer.Option(metavar="N", help="Requests that run at once", rich_help_panel=_ENGINE),
+]
+MaxNumBatchedTokens = Annotated[
+    int,
+    typer.Option(metavar="N", help="Tokens of one step, all requests", rich_help_panel=_ENGINE),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens of one request, prompt and outputs together [default: the model's]",
+        rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
+BlockSize = Annotated[
+    int,
+    typer.Option(metavar="N", help="Tokens of one KV-cache block", rich_help_panel=_ENGINE),
+]
+GpuMemoryUtilization = Annotated[
+    float,
+    typer.Option(
+        metavar="SHARE", help="Share of each GPU's memory to use", rich_help_panel=_ENGINE
+    ),
+]
+KVCacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-memory",
+        metavar="SIZE",
+        help="KV cache of each rank: bytes, 512MiB, 2GiB [default: what fits a GPU; 512MiB on a CPU]",
+        rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="|".join(DTYPES), help="Numbers to compute with", rich_help_panel=_ENGINE),
+]
+KernelBackend = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(KERNEL_BACKENDS),
+        help="Triton on a GPU, Numba on a CPU",
+        rich_help_panel=_ENGINE,
+    ),
+]
+NumThreads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="CPU threads of each rank [default: this machine's cores, divided among the ranks]",
+        rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="A running Ray cluster [default: RAY_ADDRESS, else a local one is started]",
+        show_default=False,
+    ),
+]
+Name = Annotated[str, typer.Option(metavar="NAME", help="Tells engines on one Ray cluster apart")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON last")]

@@ -1,0 +1,107 @@
+"""`rowcast run`: one prompt, answered in this process; its text appears as it is made."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from . import options as o
+
+
+def run(
+    model: o.Model,
+    prompt: Annotated[
+        str, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; - reads stdin")
+    ],
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put the prompt into the model's chat template, or send it as it is "
+            "[default: chat when the model has a template]",
+            show_default=False,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The chat's system message")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to answer at most")] = 256,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Keep the K likeliest; 0 keeps all")] = 0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling repeatable")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the model's end of text")
+    ] = False,
+    tensor_parallel_size: o.TensorParallelSize = 1,
+    max_num_batched_tokens: o.MaxNumBatchedTokens = o.DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    max_model_len: o.MaxModelLen = None,
+    block_size: o.BlockSize = o.DEFAULT_BLOCK_SIZE,
+    gpu_memory_utilization: o.GpuMemoryUtilization = o.DEFAULT_GPU_MEMORY_UTILIZATION,
+    kv_cache_memory: o.KVCacheMemory = None,
+    dtype: o.Dtype = "auto",
+    kernel_backend: o.KernelBackend = "auto",
+    num_threads: o.NumThreads = None,
+) -> None:
+    """Answer one prompt. The text goes to stdout as it comes; progress and figures go to stderr."""
+    from rich.console import Console
+
+    from ...scheduler.sampling_params import SamplingParams
+    from ..llm import LLM
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise ValueError(
+            "the prompt is empty; give some text with -p, or -p - to read it from stdin"
+        )
+    if system is not None and chat is False:
+        raise ValueError("--system belongs to a chat; leave out --raw or put it into the prompt")
+    with LLM(
+        model,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        max_num_seqs=1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory=kv_cache_memory,
+        kernel_backend=kernel_backend,
+        num_threads=num_threads,
+        console=Console(stderr=True),
+    ) as llm:
+        if chat is None:
+            chat = llm.has_chat_template
+        if system is not None and not chat:
+            raise ValueError(f"--system belongs to a chat, and {model} has no chat template")
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        start = time.perf_counter()
+        first = None
+        shown = num_tokens = 0
+        for output in llm.stream_chat(messages, params) if chat else llm.stream(text, params):
+            first = first or time.perf_counter()
+            answer = output.outputs[0]
+            num_tokens = len(answer.token_ids)
+            sys.stdout.write(answer.text[shown:])
+            sys.stdout.flush()
+            shown = len(answer.text)
+        end = time.perf_counter()
+        print(flush=True)
+        first = first or end
+        rate = f", then {(num_tokens - 1) / (end - first):.1f} tokens/s" if num_tokens > 1 else ""
+        print(f"{num_tokens} tokens; the first after {first - start:.2f} s{rate}", file=sys.stderr)
