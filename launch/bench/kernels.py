@@ -22,7 +22,7 @@ _PEAK_BYTES = 256 * 1024 * 1024
 
 def bench_kernels(
     *,
-    device: str = "cpu",
+    device: str = "auto",
     kernel_backend: str = "auto",
     dtype: str = "float32",
     num_threads: int = 2,
@@ -45,6 +45,8 @@ def bench_kernels(
     Example: the defaults are SmolLM2-135M: 32 decoding requests of 192 tokens, 8 prompts of 128.
     Raises: ValueError if a kernel differs from its reference, or if device and kernel_backend do not go together.
     """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = select_backend(kernel_backend, device, num_threads=num_threads)
     torch.set_num_threads(num_threads)
     torch_dtype = getattr(torch, dtype)
