@@ -215,7 +215,8 @@ def _attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int, ...],
     return {
         (place,): [["tt.divisibility", 16]]
         for place, parameter in enumerate(kernel.arg_names)
-        if signature[parameter].startswith("*") or parameter.endswith("stride")
+        if signature[parameter].startswith("*")
+        or (parameter.endswith("stride") and not kernel.params[place].do_not_specialize)
     }
 
 

@@ -19,7 +19,8 @@ import triton.language as tl
 from ._checks import check_int_tensors
 
 
-@triton.jit
+# These change from step to step: a form compiled for a 1 or a multiple of 16 would compile while serving.
+@triton.jit(do_not_specialize=["num_reqs", "width", "block_table_stride", "out_stride"])
 def _block_table_gather_kernel(
     index_mapping,  # [num_reqs] int32
     block_table,  # [max_num_seqs, max_blocks] int32

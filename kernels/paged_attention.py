@@ -46,7 +46,8 @@ def _request_of_tile(query_start_loc, num_reqs, tile, TILE_TOKENS: tl.constexpr)
     return low
 
 
-@triton.jit
+# These change from step to step: a form compiled for a 1 or a multiple of 16 would compile while serving.
+@triton.jit(do_not_specialize=["num_reqs", "block_table_stride"])
 def _paged_attention_kernel(
     query,  # [num_tokens, num_heads, head_dim]
     key_cache,  # [num_blocks, num_kv_heads, block_size, head_dim]

@@ -17,7 +17,8 @@ import triton.language as tl
 from ._checks import check_int_tensors
 
 
-@triton.jit
+# These change from step to step: a form compiled for a 1 or a multiple of 16 would compile while serving.
+@triton.jit(do_not_specialize=["num_reqs", "num_out"])
 def _slot_mapping_kernel(
     index_mapping,  # [num_reqs] int32
     query_start_loc,  # [num_reqs + 1] int32
