@@ -59,7 +59,6 @@ def _new_socket(context: zmq.Context, kind: int, *, max_message_bytes: int) -> z
         (zmq.TCP_KEEPALIVE_IDLE, 30),
         (zmq.TCP_KEEPALIVE_INTVL, 10),
         (zmq.TCP_KEEPALIVE_CNT, 3),
-        (zmq.IPV6, 1),
     ):
         socket.setsockopt(option, value)
     return socket
@@ -73,8 +72,14 @@ def _bind(socket: zmq.Socket, host: str) -> str:
     if host in ("", "*", "0.0.0.0", "::"):
         raise ValueError(f"a control socket must be bound to one address, got {host!r}")
     endpoint = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+    socket.setsockopt(zmq.IPV6, int(":" in host))
     port = socket.bind_to_random_port(endpoint, FIRST_PORT, LAST_PORT)
     return f"{endpoint}:{port}"
+
+
+def _connect(socket: zmq.Socket, address: str) -> None:
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.connect(address)
 
 
 def _milliseconds(timeout_s: float | None) -> int | None:
@@ -136,8 +141,8 @@ class SubscribePushChannel:
         self._subscribe = _new_socket(context, zmq.SUB, max_message_bytes=MAX_FRAME_BYTES)
         self._push = _new_socket(context, zmq.PUSH, max_message_bytes=MAX_REPORT_BYTES)
         self._subscribe.setsockopt(zmq.SUBSCRIBE, b"")
-        self._subscribe.connect(addresses.publish)
-        self._push.connect(addresses.report)
+        _connect(self._subscribe, addresses.publish)
+        _connect(self._push, addresses.report)
 
     def receive(self, timeout_s: float | None) -> bytes | None:
         if not _poll(self._subscribe, timeout_s):
@@ -156,7 +161,7 @@ class SubscribePushChannel:
 def report_once(context: zmq.Context, addresses: GroupAddresses, message: bytes) -> None:
     """Send one report on a worker's behalf, from any thread: who watches a process knows of its death first."""
     push = _new_socket(context, zmq.PUSH, max_message_bytes=MAX_REPORT_BYTES)
-    push.connect(addresses.report)
+    _connect(push, addresses.report)
     push.send(message)
     push.close(linger=_LAST_WORDS_MS)
 
@@ -202,7 +207,7 @@ class FrontDealer:
     def __init__(self, context: zmq.asyncio.Context, address: str, front_id: bytes):
         self._dealer = _new_socket(context, zmq.DEALER, max_message_bytes=MAX_FRONT_MESSAGE_BYTES)
         self._dealer.setsockopt(zmq.ROUTING_ID, front_id)
-        self._dealer.connect(address)
+        _connect(self._dealer, address)
 
     async def receive(self) -> bytes:
         while True:

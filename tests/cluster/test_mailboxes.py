@@ -1,0 +1,213 @@
+"""Mailboxes: in order, once, until acknowledged; and nothing left when a client is gone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from rowcast.cluster.mailboxes import Mailboxes, Update
+from rowcast.cluster.text import IncrementalDetokenizer, TextProcessor
+from rowcast.scheduler.front_messages import FinishCode, RefusalReason
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+ANNA, BERT = b"a" * 16, b"b" * 16
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
+    """A tokenizer of single bytes: id i is byte alphabet[i]."""
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 256}))
+    return TextProcessor(folder)
+
+
+class World:
+    def __init__(self, text: TextProcessor) -> None:
+        self.text = text
+        self.clock = Clock()
+        self.boxes = Mailboxes(idle_s=30.0, clock=self.clock)
+
+    def open(
+        self, client: bytes, counter: int, streams: bool = True, stop: tuple = ()
+    ) -> int | None:
+        detokenizer = IncrementalDetokenizer(self.text, [])
+        return self.boxes.open(
+            client, counter, detokenizer=detokenizer, streams=streams, stop_token_ids=stop
+        )
+
+    def ids(self, words: str) -> list[int]:
+        return self.text.encode(words)
+
+    def deliver(
+        self, number: int | None, ids: list[int], finish: FinishCode = FinishCode.RUNNING
+    ) -> tuple[set[bytes], list[int]]:
+        codes = [0] * (len(ids) - 1) + [int(finish)]
+        return self.boxes.deliver(
+            np.array([number] * len(ids), np.int64),
+            np.array(ids, np.int32),
+            np.array(codes, np.int8),
+        )
+
+
+@pytest.fixture
+def world(text: TextProcessor) -> World:
+    return World(text)
+
+
+def seen(update: Update) -> tuple[int, list[int], str, str | None]:
+    ids = np.frombuffer(update.token_ids, "<i4").tolist()
+    return update.first, ids, update.text, update.finish_reason
+
+
+def test_tokens_come_in_order_with_their_text(world: World) -> None:
+    number = world.open(ANNA, 0)
+    h, i, mark = world.ids("hi!")
+    assert world.deliver(number, [h]) == ({ANNA}, [])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (0, [h], "h", None)
+    world.deliver(number, [i])
+    world.boxes.acknowledge(ANNA, [(0, 1)], [])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (1, [i], "i", None)
+    world.deliver(number, [mark], FinishCode.LENGTH)
+    world.boxes.acknowledge(ANNA, [(0, 2)], [])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (2, [mark], "!", "length")
+
+
+def test_a_lost_answer_is_given_again(world: World) -> None:
+    """The cursor of the next poll is what says that an answer arrived."""
+    number = world.open(ANNA, 0)
+    h, i = world.ids("hi")
+    world.deliver(number, [h])
+    world.boxes.news(ANNA)  # never reached the client
+    world.deliver(number, [i])
+    world.boxes.acknowledge(ANNA, [], [])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (0, [h, i], "hi", None)
+    world.deliver(number, [-1], FinishCode.ABORT)
+    for _ in range(2):  # the end too, until it is acknowledged
+        world.boxes.acknowledge(ANNA, [(0, 2)], [])
+        (update,) = world.boxes.news(ANNA)
+        assert seen(update) == (2, [], "", "abort")
+    assert world.boxes.acknowledge(ANNA, [], [0]) == [number]
+    assert world.boxes.news(ANNA) == []
+
+
+def test_the_tail_of_a_text_survives_a_lost_answer(world: World) -> None:
+    """The end flushes an unfinished character without a token of its own: no cursor can tell that it arrived."""
+    number = world.open(ANNA, 0)
+    first_byte, *_ = world.ids("é")
+    world.deliver(number, [first_byte])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (0, [first_byte], "", None)
+    world.deliver(number, [-1], FinishCode.ABORT)
+    for _ in range(2):
+        world.boxes.acknowledge(ANNA, [(0, 1)], [])
+        (update,) = world.boxes.news(ANNA)
+        assert seen(update) == (1, [], "\ufffd", "abort")
+
+
+def test_a_cursor_that_no_answer_gave_is_ignored(world: World) -> None:
+    number = world.open(ANNA, 0)
+    h, i = world.ids("hi")
+    world.deliver(number, [h, i])
+    world.boxes.news(ANNA)
+    for wrong in (1, 3, -1):
+        world.boxes.acknowledge(ANNA, [(0, wrong), (77, 1)], [88])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (0, [h, i], "hi", None)
+
+
+def test_the_same_counter_twice_is_the_same_request(world: World) -> None:
+    number = world.open(ANNA, 0)
+    assert number is not None
+    assert world.open(ANNA, 0) is None
+    assert world.open(BERT, 0) not in (None, number), "another client's 0 is another request"
+    world.deliver(number, world.ids("x"), FinishCode.STOP)
+    world.boxes.news(ANNA)
+    world.boxes.acknowledge(ANNA, [], [0])
+    assert world.open(ANNA, 0) is None, "not even after it ended and was acknowledged"
+
+
+def test_a_request_that_does_not_stream_tells_everything_at_the_end(world: World) -> None:
+    number = world.open(ANNA, 0, streams=False)
+    h, i = world.ids("hi")
+    assert world.deliver(number, [h]) == (set(), [])
+    assert not world.boxes.has_news(ANNA)
+    assert world.boxes.news(ANNA) == []
+    assert world.deliver(number, [i], FinishCode.STOP) == ({ANNA}, [])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (0, [h, i], "hi", "stop")
+
+
+def test_a_named_stop_token_is_the_stop_reason(world: World) -> None:
+    (x,) = world.ids("x")
+    numbers = [world.open(ANNA, 0, stop=(x,)), world.open(ANNA, 1)]
+    for number in numbers:
+        world.deliver(number, [x], FinishCode.STOP)
+    assert [u.stop_reason for u in world.boxes.news(ANNA)] == [x, None]
+
+
+def test_a_refusal_is_the_end(world: World) -> None:
+    number = world.open(ANNA, 0)
+    assert number is not None
+    assert world.boxes.refuse(number, RefusalReason.OVERLOADED, "too many") == ANNA
+    (update,) = world.boxes.news(ANNA)
+    assert update.finish_reason == "error"
+    assert update.error == (RefusalReason.OVERLOADED, "too many")
+    assert world.boxes.refuse(number, RefusalReason.INVALID, "again") is None, "one end is enough"
+
+
+def test_times_are_of_the_request(world: World) -> None:
+    number = world.open(ANNA, 0)
+    world.clock.now += 0.5
+    world.deliver(number, world.ids("h"))
+    world.clock.now += 0.25
+    world.deliver(number, world.ids("i"), FinishCode.LENGTH)
+    (update,) = world.boxes.news(ANNA)
+    assert update.first_token_time_s == update.arrival_time_s + 0.5
+    assert update.finished_time_s == update.arrival_time_s + 0.75
+
+
+def test_a_mailbox_that_nobody_polls_is_dropped_with_its_requests(world: World) -> None:
+    """R10: a lost client aborts its requests within 30 s, and nothing of it stays."""
+    live, over, bert = world.open(ANNA, 0), world.open(ANNA, 1), world.open(BERT, 0)
+    assert live is not None
+    world.deliver(over, world.ids("x"), FinishCode.STOP)
+    world.clock.now += 29.9
+    world.boxes.acknowledge(BERT, [], [])
+    assert world.boxes.expire() == ([], [], [])
+    world.clock.now += 0.1
+    assert world.boxes.expire() == ([ANNA], [live], [over])
+    assert (world.boxes.num_clients, world.boxes.num_requests) == (1, 1)
+    assert not world.boxes.knows(ANNA)
+    # Its end arrives later: the scheduler may forget it, nobody else has to know.
+    assert world.deliver(live, [-1], FinishCode.ABORT) == (set(), [live])
+    assert world.boxes.live_numbers(BERT, [0, 5]) == [bert]
+
+
+def test_nothing_is_kept_of_requests_that_are_over(world: World) -> None:
+    """S-08 for the front: a thousand requests of one client leave a mailbox and nothing in it."""
+    for counter in range(1000):
+        number = world.open(ANNA, counter)
+        world.deliver(number, world.ids("ab"), FinishCode.STOP)
+        world.boxes.news(ANNA)
+        world.boxes.acknowledge(ANNA, [], [counter])
+    assert world.boxes.num_requests == 0
+    mailbox = world.boxes._mailboxes[ANNA]
+    assert (mailbox.entries, mailbox.done, mailbox.all_done_below) == ({}, set(), 1000)
