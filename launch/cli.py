@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, NoReturn
 
@@ -66,11 +67,21 @@ def main() -> NoReturn:
 
 def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit code; what went wrong is one line on stderr."""
+
+    def call() -> int:
+        code = app(args=arguments, prog_name="rowcast", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+
+    return run_guarded(call)
+
+
+def run_guarded(call: Callable[[], int]) -> int:
+    """Run a program's body and turn whatever it raises into one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        code = app(args=arguments, prog_name="rowcast", standalone_mode=False)
+        code = call()
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return code
     except Terminated:
         return _say("stopped by SIGTERM", EXIT_TERMINATED)
     except (KeyboardInterrupt, typer.Abort):
