@@ -1,7 +1,7 @@
 """`make demo`: everything at once, on a local Ray that is gone afterwards.
 
 Fetches a small model, starts Ray, a scheduler, a front and two tensor-parallel workers; another process connects
-through Ray Client and asks several things at once; then all is stopped, and looked for. The engine has a name of its own.
+through Ray Client and asks several things at once; then all is stopped, and looked for. Its engine has its own name.
 """
 
 from __future__ import annotations
