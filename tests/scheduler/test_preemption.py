@@ -150,21 +150,25 @@ def test_the_late_token_of_a_preempted_request_is_kept():
     bench.check_all_ended()
 
 
-def test_a_preempted_request_waits_for_its_steps_in_flight():
-    """A-06: resumed at once, the position whose token is in flight would be sampled twice."""
+def test_a_preempted_request_waits_for_its_steps_in_flight_and_is_not_overtaken():
+    """A-06: resumed at once, the position whose token is in flight would be sampled twice.
+
+    S-15 steps over a blocked head; ours keeps everyone behind it, since what it waits for is one step away.
+    """
     bench = Bench(usable=10, max_num_batched_tokens=200, depth=3)
     bench.add(80, max_tokens=2)
     bench.add(79, max_tokens=16)
     bench.issue()  # {0: 80, 1: 79}, 10 blocks
     assert bench.issue() == {0: 1}
-    assert bench.waiting == [1]
+    bench.add(4)
+    assert bench.waiting == [1, 2]
     assert (
         bench.issue() == {}
-    )  # r0's last token is in flight: freed. Blocks are there, but r1 has a step in flight.
+    )  # r0's last token is in flight: freed. All blocks are free, r1 has a step in flight.
     assert bench.free == 10
-    assert bench.waiting == [1]
+    assert bench.waiting == [1, 2]
     bench.settle()
-    assert bench.issue() == {1: 80}
+    assert bench.issue() == {1: 80, 2: 4}
     bench.run()
     bench.check_all_ended()
 
