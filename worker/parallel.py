@@ -51,7 +51,7 @@ class TensorParallelGroup:
         interface: the network interface of the collectives ("eth0"); None lets the library guess, which on hosts whose
             name resolves to 127.0.0.1 guesses wrongly.
         timeout_s: for meeting, and for every collective later.
-        Raises: RuntimeError, one sentence, if the ranks do not meet within timeout_s.
+        Raises: RuntimeError, one sentence, if the ranks do not meet within timeout_s; ValueError for bad arguments.
         """
         if world_size == 1:
             return cls.alone()
@@ -60,6 +60,11 @@ class TensorParallelGroup:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"address must be host:port, got {address!r}")
+        names = [name for _, name in socket.if_nameindex()]
+        if interface and interface not in names:
+            raise ValueError(
+                f"network interface {interface!r} is not on this machine; it has {', '.join(names)}"
+            )
         timeout = timedelta(seconds=timeout_s)
         try:
             store = dist.TCPStore(
