@@ -103,6 +103,32 @@ def test_order_is_that_of_the_rule_said_in_words(rows):
     assert batch_order(scheduled, computed).tolist() == expected
 
 
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 2)), max_size=12),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_the_steady_path_gives_the_plan_of_the_general_one(rows, pause):
+    """Two ways to the same plan: were they to differ, sides that took different ones would."""
+    made = {
+        row: (computed + 1 + more, computed)
+        for row, (live, computed, more) in enumerate(rows)
+        if live
+    }
+    table = lengths(made, max(len(rows), 1))
+    default = [row for row, (num_tokens, computed) in made.items() if num_tokens - computed == 1]
+    paused = i32(*default[:1]) if pause else NONE
+    plan = plan_step(table, NONE, NONE, paused)
+    scheduled = scheduled_tokens(table, NONE, NONE, paused)
+    expected = batch_order(scheduled, table.num_computed_tokens)
+    np.testing.assert_array_equal(plan.index_mapping, expected, strict=True)
+    np.testing.assert_array_equal(plan.num_scheduled_tokens, scheduled[expected], strict=True)
+    np.testing.assert_array_equal(
+        plan.num_computed_tokens, table.num_computed_tokens[expected], strict=True
+    )
+    np.testing.assert_array_equal(plan.samples, np.ones(len(expected), bool), strict=True)
+
+
 def test_the_rank_with_the_fewest_blocks_decides():
     """T06: rank 0 sized 2,111 blocks and sent ids that rank 1, with 2,055, does not have."""
     spec = KVGroupSpec(block_size=16, num_kv_heads=2, head_dim=8, layers=(0, 1))
