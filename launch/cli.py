@@ -28,6 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich's tables cut the long option names on 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run.run)

@@ -57,7 +57,7 @@ class Answer:
 
 def ask(client: Client, answer: Answer, seed: int) -> None:
     """Stream one answer; runs in a thread of its own."""
-    params = SamplingParams(temperature=0.4, top_p=0.9, max_tokens=MAX_TOKENS, seed=seed)
+    params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=MAX_TOKENS, seed=seed)
     try:
         for output in client.stream_chat([{"role": "user", "content": answer.prompt}], params):
             now = time.monotonic() - answer.sent_at

@@ -10,7 +10,9 @@ import typer
 from . import options as o
 
 app = typer.Typer(
-    help="Measure: the step protocol, a whole engine, the kernels.", no_args_is_help=True
+    help="Measure: the step protocol, a whole engine, the kernels.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -30,6 +32,7 @@ def throughput(
     gpu_memory_utilization: o.GpuMemoryUtilization = o.DEFAULT_GPU_MEMORY_UTILIZATION,
     kv_cache_memory: o.KVCacheMemory = None,
     dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
     kernel_backend: o.KernelBackend = "auto",
     num_threads: o.NumThreads = None,
     as_json: o.AsJson = False,
@@ -51,6 +54,7 @@ def throughput(
         block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_memory=kv_cache_memory,
+        device=device,
         kernel_backend=kernel_backend,
         num_threads=num_threads,
         console=Console(stderr=True),
@@ -105,9 +109,7 @@ def control_plane(
 
 @app.command("kernels")
 def kernels(
-    device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="Where the kernels run")
-    ] = "auto",
+    device: o.Device = "auto",
     kernel_backend: o.KernelBackend = "auto",
     dtype: Annotated[
         str, typer.Option(metavar="float32|bfloat16|float16", help="Numbers to compute with")

@@ -37,6 +37,7 @@ def serve(
     gpu_memory_utilization: o.GpuMemoryUtilization = o.DEFAULT_GPU_MEMORY_UTILIZATION,
     kv_cache_memory: o.KVCacheMemory = None,
     dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
     kernel_backend: o.KernelBackend = "auto",
     num_threads: o.NumThreads = None,
 ) -> None:
@@ -57,6 +58,7 @@ def serve(
         block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_memory=kv_cache_memory,
+        device=device,
         kernel_backend=kernel_backend,
         num_threads=num_threads,
         name=name,

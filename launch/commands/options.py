@@ -10,9 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ...scheduler.config import SchedulerConfig
-from ...worker.config import DTYPES, KERNEL_BACKENDS, WorkerConfig
-
-_ENGINE = "Engine"
+from ...worker.config import DEVICES, DTYPES, KERNEL_BACKENDS, WorkerConfig
 
 
 def _default(config: type, field: str) -> Any:
@@ -35,34 +33,33 @@ TensorParallelSize = Annotated[
         "-tp",
         metavar="N",
         help="Workers that share the model's heads; their counts need not divide",
-        rich_help_panel=_ENGINE,
     ),
 ]
 MaxNumSeqs = Annotated[
     int,
-    typer.Option(metavar="N", help="Requests that run at once", rich_help_panel=_ENGINE),
+    typer.Option(metavar="N", help="Requests that run at once"),
 ]
 MaxNumBatchedTokens = Annotated[
     int,
-    typer.Option(metavar="N", help="Tokens of one step, all requests", rich_help_panel=_ENGINE),
+    typer.Option(metavar="N", help="Tokens of one step, all requests"),
 ]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
         metavar="N",
         help="Tokens of one request, prompt and outputs together [default: the model's]",
-        rich_help_panel=_ENGINE,
         show_default=False,
     ),
 ]
 BlockSize = Annotated[
     int,
-    typer.Option(metavar="N", help="Tokens of one KV-cache block", rich_help_panel=_ENGINE),
+    typer.Option(metavar="N", help="Tokens of one KV-cache block"),
 ]
 GpuMemoryUtilization = Annotated[
     float,
     typer.Option(
-        metavar="SHARE", help="Share of each GPU's memory to use", rich_help_panel=_ENGINE
+        metavar="SHARE",
+        help="Share of each GPU's memory to use",
     ),
 ]
 KVCacheMemory = Annotated[
@@ -71,20 +68,21 @@ KVCacheMemory = Annotated[
         "--kv-cache-memory",
         metavar="SIZE",
         help="KV cache of each rank: bytes, 512MiB, 2GiB [default: what fits a GPU; 512MiB on a CPU]",
-        rich_help_panel=_ENGINE,
         show_default=False,
     ),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(metavar="|".join(DTYPES), help="Numbers to compute with", rich_help_panel=_ENGINE),
+    typer.Option(metavar="|".join(DTYPES), help="Numbers to compute with"),
+]
+Device = Annotated[
+    str, typer.Option(metavar="|".join(DEVICES), help="Where workers run; a GPU if there is one")
 ]
 KernelBackend = Annotated[
     str,
     typer.Option(
         metavar="|".join(KERNEL_BACKENDS),
         help="Triton on a GPU, Numba on a CPU",
-        rich_help_panel=_ENGINE,
     ),
 ]
 NumThreads = Annotated[
@@ -92,7 +90,6 @@ NumThreads = Annotated[
     typer.Option(
         metavar="N",
         help="CPU threads of each rank [default: this machine's cores, divided among the ranks]",
-        rich_help_panel=_ENGINE,
         show_default=False,
     ),
 ]

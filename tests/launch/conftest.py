@@ -1,8 +1,12 @@
-"""A tiny Llama model as a .gguf file: 2 layers, random weights, a byte-level tokenizer of a few merges."""
+"""A tiny Llama model as a .gguf file (2 layers, random weights, a few merges), and `rowcast` as a person runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,3 +141,114 @@ def tiny_model() -> Callable[[Path], Path]:
         return model
 
     return make
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Runs `rowcast` as a person does: a process of its own, with a home of its own."""
+
+    environment: dict[str, str]
+
+    def run(self, *arguments: str, timeout_s: float = 120, **variables: str) -> Any:
+        """Run one command to its end: returncode, stdout, stderr."""
+        return subprocess.run(
+            [sys.executable, "-m", "rowcast.launch.cli", *arguments],
+            env=self.environment | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+
+    def python(self, program: str, *arguments: str, timeout_s: float = 180) -> str:
+        """Run a script in another process and return what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+class Running:
+    """A command in a session of its own, whose output is read line by line as it comes."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._came = threading.Condition()
+        self._over = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._came:
+                self.lines.append(line.rstrip("\n"))
+                self._came.notify_all()
+        with self._came:
+            self._over = True
+            self._came.notify_all()
+
+    def wait_for(self, text: str, timeout_s: float = 120) -> None:
+        with self._came:
+            came = self._came.wait_for(
+                lambda: self._over or any(text in line for line in self.lines), timeout_s
+            )
+            assert came, f"no line with {text!r} within {timeout_s} s: {self.lines}"
+            assert any(text in line for line in self.lines), f"ended without {text!r}: {self.lines}"
+
+    def end(self, signal_number: int, *, group: bool = False, timeout_s: float = 60) -> int:
+        """Send a signal, to all of its session as a terminal does with Ctrl-C if `group`; its exit code."""
+        if group:
+            os.killpg(self.process.pid, signal_number)
+        else:
+            self.process.send_signal(signal_number)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 120) -> int:
+        code = self.process.wait(timeout_s)
+        with self._came:
+            self._came.wait_for(lambda: self._over, 10)
+        return code
+
+
+@pytest.fixture(scope="module")
+def command_line(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    """A home and a state folder that nobody else has; the user's own cache, where models and compiled kernels lie."""
+    home = tmp_path_factory.mktemp("home")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TRITON_", "XDG_"))}
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    own = {"HOME": str(home), "XDG_STATE_HOME": str(home / "state"), "XDG_CACHE_HOME": cache}
+    return CommandLine(kept | own)
+
+
+@pytest.fixture(scope="module")
+def start(command_line: CommandLine) -> Iterator[Callable[..., Running]]:
+    """Starts `rowcast ...`, or with `module` another of our programs; whatever still runs at the end is ended."""
+    running: list[Running] = []
+
+    def start(*arguments: str, module: str = "rowcast.launch.cli", **variables: str) -> Running:
+        command = [sys.executable, "-m", module, *arguments]
+        running.append(Running(command, command_line.environment | variables))
+        return running[-1]
+
+    yield start
+    for one in running:
+        if one.process.poll() is None:
+            one.process.terminate()
+            one.process.wait(60)
