@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from rowcast.scheduler.front_messages import FinishCode
@@ -322,23 +327,36 @@ def test_a_token_of_a_row_that_did_not_sample_is_refused():
         bench.scheduler.settle(np.array([5], np.int32))
 
 
-def test_identical_inputs_give_identical_frames():
+def frames_of_a_busy_run() -> list[bytes]:
+    bench = Bench(usable=12, max_num_batched_tokens=20, eos_token_ids=(EOS,))
+    frames = []
+    for number in range(12):
+        bench.add(7 * number % 30 + 1, request_id=f"id-{number * 7919}", stop_token_ids=(9, 8))
+    bench.abort(4)
+    while bench.step() is not None:
+        frames.append(bench.last_frame)
+    return frames
+
+
+def test_identical_inputs_give_identical_frames_in_every_process():
     """W-15: hash order of strings differs between processes; nothing here may depend on it."""
-
-    def frames() -> list[bytes]:
-        bench = Bench(usable=12, max_num_batched_tokens=20, eos_token_ids=(EOS,))
-        out = []
-        for number in range(12):
-            bench.add(7 * number % 30 + 1, request_id=f"id-{number * 7919}", stop_token_ids=(9, 8))
-        bench.abort(4)
-        for _ in range(60):
-            if bench.step() is not None:
-                out.append(bench.last_frame)
-        return out
-
-    first = frames()
-    assert len(first) > 20
-    assert frames() == first
+    frames = frames_of_a_busy_run()
+    assert len(frames) > 20
+    code = (
+        "import hashlib, rowcast.tests.scheduler.test_scheduler as t;"
+        "print(hashlib.sha256(b''.join(t.frames_of_a_busy_run())).hexdigest())"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    ]
+    assert found == [hashlib.sha256(b"".join(frames)).hexdigest()] * 2
 
 
 def test_hash_model_notices_order_place_and_seed():
