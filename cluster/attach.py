@@ -64,10 +64,10 @@ def connect(
     Raises: ValueError with one sentence when there is no usable Ray at the address.
     """
     began = time.monotonic()
-    _quiet()
     _use_token_if_there_is_one()
     if (session := _existing_connection(address)) is not None:
         return session
+    _quiet()
     wanted, origin = address, "the address given"
     if address in (None, "auto") and (wanted := os.environ.get("RAY_ADDRESS") or None):
         origin = "RAY_ADDRESS"
@@ -155,6 +155,14 @@ def _quiet() -> None:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     for noisy in ("ray.client_builder", "ray.util.client.logsclient", "ray.util.client.dataclient"):
         logging.getLogger(noisy).disabled = True
+    import ray._private.worker as core
+
+    # A driver prints "(raylet) A worker died ..." to stdout, whatever log_to_driver says. We say it in one sentence.
+    core.print_to_stdstream = _say_nothing
+
+
+def _say_nothing(data: Any, ignore_prefix: bool) -> None:
+    """Stands in for Ray's printing of the cluster's events."""
 
 
 # ---------------------------------------------------------------- connections

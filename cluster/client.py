@@ -431,9 +431,8 @@ class Client:
         except ray.exceptions.RayTaskError:
             raise
         except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-            text = " ".join(str(error).split())[:200]
             raise EngineFailed(
-                f"engine {self._name!r} is gone: its front cannot be reached ({type(error).__name__}: {text})"
+                f"engine {self._name!r} is gone: its front cannot be reached ({type(error).__name__})"
             ) from None
 
 

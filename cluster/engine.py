@@ -76,19 +76,27 @@ def start_engine(
         if on_stage is not None:
             on_stage(stage, seconds)
 
-    group = _reserve(spec, done, on_wait)
+    began = time.monotonic()
+    reserved = placement.create(
+        name,
+        device=spec.worker.get("device", "auto"),
+        num_ranks=spec.cluster.tensor_parallel_size,
+        timeout_s=spec.cluster.placement_timeout_s,
+        on_wait=on_wait,
+    )
     try:
-        scheduler = _create_scheduler(spec, group, done)
+        done("reserve resources", time.monotonic() - began)
+        scheduler = _create_scheduler(spec, reserved, done)
         _follow(scheduler, done, on_load)
         status = _get(scheduler.status.remote())
     except _NameTaken:
-        placement.remove_group(group.group)
+        placement.remove_group(reserved.group)
         raise ValueError(_taken(name)) from None
     except BaseException:
-        if _is_of(name, group):
+        if _is_of(name, reserved):
             _take_down(name)
         else:
-            placement.remove_group(group.group)
+            placement.remove_group(reserved.group)
         raise
     record = read_record(name)
     head = record.head if record is not None and record.head is not None else None
@@ -199,23 +207,6 @@ def _taken(name: str) -> str:
         f"an engine named {name!r} is on this Ray cluster already; give this one another --name, or end that one "
         f"with `rowcast stop --name {name}`"
     )
-
-
-def _reserve(
-    spec: EngineSpec,
-    done: Callable[[str, float], None],
-    on_wait: Callable[[str], None] | None,
-) -> placement.Placement:
-    began = time.monotonic()
-    reserved = placement.create(
-        spec.cluster.name,
-        device=spec.worker.get("device", "auto"),
-        num_ranks=spec.cluster.tensor_parallel_size,
-        timeout_s=spec.cluster.placement_timeout_s,
-        on_wait=on_wait,
-    )
-    done("reserve resources", time.monotonic() - began)
-    return reserved
 
 
 def _create_scheduler(

@@ -290,10 +290,14 @@ class FrontActor:
         self._front = Front(config)
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, scheduler: Any) -> None:
-        """scheduler: the scheduler actor's handle; its end ends every request here, however it comes."""
+    async def start(self, scheduler: Any) -> int:
+        """Meet the scheduler; returns this process's id.
+
+        scheduler: the scheduler actor's handle; its end ends every request here, however it comes.
+        """
         await self._front.start()
         self._watch = asyncio.create_task(self._watch_scheduler(scheduler))
+        return os.getpid()
 
     async def _watch_scheduler(self, scheduler: Any) -> None:
         try:

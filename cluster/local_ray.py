@@ -189,14 +189,18 @@ def _spawn_head(name: str, client_port: int | None) -> tuple[HeadRecord, subproc
             cwd="/",
             start_new_session=True,
         )
-    head = HeadRecord(
-        pid=process.pid,
-        start_time=_psutil().Process(process.pid).create_time(),
-        address=f"127.0.0.1:{gcs}",
-        client_address=f"ray://127.0.0.1:{client}",
-        temp_dir=temp_dir,
-        log_file=str(log_file),
-    )
+    try:
+        head = HeadRecord(
+            pid=process.pid,
+            start_time=_psutil().Process(process.pid).create_time(),
+            address=f"127.0.0.1:{gcs}",
+            client_address=f"ray://127.0.0.1:{client}",
+            temp_dir=temp_dir,
+            log_file=str(log_file),
+        )
+    except BaseException:  # Ctrl-C, or it ended at once: nobody knows of it yet
+        process.kill()
+        raise
     return head, process
 
 
@@ -275,6 +279,7 @@ def stop_head(head: HeadRecord) -> None:
             known |= set(_family(process))
             time.sleep(0.05)
         known.add(process)
+    known |= set(_users_of(head.temp_dir))  # what it started while we looked
     _, alive = psutil.wait_procs(list(known), timeout=2)
     for straggler in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

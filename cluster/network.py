@@ -16,21 +16,22 @@ def is_loopback(ip: str) -> bool:
     return ipaddress.ip_address(ip).is_loopback
 
 
-def meeting_host(node_ips: Sequence[str]) -> str:
-    """Where the processes of these nodes (the first is the one that listens) meet.
+def meeting_host(scheduler_ip: str, rank_ips: Sequence[str]) -> str:
+    """The address at which the scheduler listens for its ranks and fronts.
 
-    On one node that is loopback: nobody else has to reach it. Example: ["10.0.0.4", "10.0.0.5"] -> "10.0.0.4".
+    On one node that is loopback: nobody else has to reach it. Example: "10.0.0.4", ["10.0.0.5"] -> "10.0.0.4".
     Raises: ValueError, one sentence, when Ray knows one of several nodes by a loopback address.
     """
-    if len(set(node_ips)) == 1:
+    if {scheduler_ip, *rank_ips} == {scheduler_ip}:
         return LOOPBACK
-    for rank, ip in enumerate(node_ips):
+    whose = {"the scheduler": scheduler_ip} | {f"rank {r}": ip for r, ip in enumerate(rank_ips)}
+    for who, ip in whose.items():
         if is_loopback(ip):
             raise ValueError(
-                f"rank {rank} runs on a node that Ray knows as {ip}, which the other nodes cannot reach; "
+                f"{who} runs on a node that Ray knows as {ip}, which the other nodes cannot reach; "
                 "start Ray there with --node-ip-address"
             )
-    return node_ips[0]
+    return scheduler_ip
 
 
 def interface_of(ip: str) -> str | None:

@@ -8,6 +8,7 @@ survivor may be blocked in a collective, so it is never joined), and the engine 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import threading
 import time
@@ -28,6 +29,7 @@ from ..scheduler.messages import encode_error
 from ..scheduler.scheduler import Scheduler
 from .channel import GroupAddresses, PublishPullChannel, RouterFronts, Waiter, report_once
 from .config import RAY_NAMESPACE, EngineSpec
+from .first_cause import DEATH, FirstCause
 from .front import FrontActor, FrontConfig
 from .network import LOOPBACK, meeting_host
 from .placement import Placement, remove_group
@@ -36,6 +38,7 @@ from .worker_actor import WorkerActor
 _ACTOR_START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _LOOK_S = 0.25
+_HOLD_ERROR_S = 2.0  # Ray tells of a process's death within a second
 
 
 def scheduler_name(engine_name: str) -> str:
@@ -69,6 +72,7 @@ class SchedulerActor:
         self._front: Any = None
         self._group: _Group | None = None
         self._ready_at = 0.0
+        self._pids = {"scheduler": os.getpid()}
 
     # ------------------------------------------------------------ what others call
 
@@ -100,6 +104,7 @@ class SchedulerActor:
                 "error": None if self._error is None else self._error[1],
                 "tensor_parallel_size": self._spec.cluster.tensor_parallel_size,
                 "device": self._placement.device,
+                "pids": dict(self._pids),
                 "stages": list(self._stages),
                 "uptime_s": time.monotonic() - self._ready_at if self._ready_at else 0.0,
             }
@@ -155,6 +160,7 @@ class SchedulerActor:
         self._workers = [self._create_worker(rank) for rank in range(num_ranks)]
         facts = self._each("describe", timeout_s=_ACTOR_START_TIMEOUT_S)
         _check_versions(facts)
+        self._pids |= {f"worker-{rank}": fact["pid"] for rank, fact in enumerate(facts)}
         host, hosts = self._hosts([fact["node_ip"] for fact in facts])
         self._done(f"start {ranks}", began)
 
@@ -173,13 +179,13 @@ class SchedulerActor:
         self._check_not_stopped()
         group.start(self._workers)
         self._front = self._create_front(groups, num_blocks, group.fronts_address)
-        ray.get(self._front.start.remote(handle), timeout=_ACTOR_START_TIMEOUT_S)
+        pid = ray.get(self._front.start.remote(handle), timeout=_ACTOR_START_TIMEOUT_S)
+        self._pids["front-0"] = pid
         self._done("connect workers and front", began, state="ready")
 
     def _hosts(self, worker_ips: Sequence[str]) -> tuple[str, list[str]]:
         """The address that everyone reaches the scheduler by, and each rank's own."""
-        own = ray.util.get_node_ip_address()
-        host = meeting_host([own, *worker_ips])
+        host = meeting_host(ray.util.get_node_ip_address(), worker_ips)
         return host, [LOOPBACK if host == LOOPBACK else ip for ip in worker_ips]
 
     def _load(self, host: str, hosts: list[str]) -> tuple[tuple[KVGroupSpec, ...], int]:
@@ -327,11 +333,7 @@ def death_of(error: ray.exceptions.RayError) -> str:
     """Why an actor is no more, without Ray's page of advice."""
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return "its node ran out of memory"
-    text = " ".join(str(error).split())
-    for known in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM", "OOM"):
-        if known in text:
-            return f"its process died ({known})"
-    return f"its process died: {text[:300]}"
+    return "its process died (killed, crashed, or out of memory; the node's Ray logs may say which)"
 
 
 def _check_versions(facts: list[dict[str, Any]]) -> None:
@@ -384,6 +386,9 @@ class _Group:
         self._raise_failure()
 
     def stop(self, timeout_s: float) -> None:
+        if not self._joined.is_set():
+            # The handshake listens to the ranks alone.
+            self._report_death(0, "the engine was stopped while it started")
         self._stopping.set()
         if self._loop is not None and self._waiter is not None:
             self._loop.stop()
@@ -407,13 +412,15 @@ class _Group:
             fronts = RouterFronts(self._context, self._host)
             waiter = Waiter(self._context, workers, fronts)
             cluster = self._spec.cluster
+            num_ranks = cluster.tensor_parallel_size
+            first = FirstCause(workers, waiter.wait, hold_s=_HOLD_ERROR_S if num_ranks > 1 else 0.0)
             loop = SchedulerLoop(
                 self._scheduler,
-                workers=workers,
+                workers=first,
                 fronts=fronts,
-                wait=waiter.wait,
+                wait=first.wait,
                 epoch=self.epoch,
-                num_ranks=cluster.tensor_parallel_size,
+                num_ranks=num_ranks,
                 ready_timeout_s=cluster.ready_timeout_s,
                 step_deadline_s=cluster.step_deadline_s,
             )
@@ -451,7 +458,7 @@ class _Group:
     def _report_death(self, rank: int, text: str) -> None:
         if self._stopping.is_set() or self._addresses is None:
             return
-        message = encode_error(epoch=self.epoch, sequence=0, rank=rank, text=text)
+        message = encode_error(epoch=self.epoch, sequence=DEATH, rank=rank, text=text)
         report_once(self._context, self._addresses, message)
 
 

@@ -1,0 +1,308 @@
+"""An engine on a Ray of its own: started, streamed from, aborted, and gone without a trace."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import ray
+from rowcast.cluster import engine
+from rowcast.cluster.client import Client
+from rowcast.scheduler.sampling_params import SamplingParams
+from rowcast.tests.cluster.support import Cluster, in_another_process
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def started(cluster: Cluster) -> Iterator[engine.EngineInfo]:
+    info = cluster.start(mailbox_idle_s=3.0)
+    yield info
+    assert engine._take_down(cluster.name)
+
+
+@pytest.fixture
+def client(started: engine.EngineInfo, cluster: Cluster) -> Iterator[Client]:
+    with Client("auto", name=cluster.name) as made:
+        yield made
+
+
+def is_idle(status: dict) -> bool:
+    """Every row, block and mailbox entry is back."""
+    return (
+        status["running"] == status["waiting"] == status["mailbox_requests"] == 0
+        and status["free_blocks"] == status["usable_blocks"]
+    )
+
+
+def test_the_stages_are_told_in_order(started: engine.EngineInfo) -> None:
+    assert [stage for stage, _ in started.stages] == [
+        "reserve resources",
+        "start the scheduler",
+        "start 2 workers",
+        "load tiny on 2 workers",
+        "allocate and warm up",
+        "connect workers and front",
+    ]
+    assert started.status["state"] == "ready"
+    assert started.status["usable_blocks"] > 0
+
+
+def test_a_stream_grows_and_ends_with_the_answer_of_generate(
+    client: Client, cluster: Cluster
+) -> None:
+    outputs = list(client.stream("Hello", GREEDY))
+    texts = [output.outputs[0].text for output in outputs]
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    last = outputs[-1]
+    assert (last.finished, last.outputs[0].finish_reason) == (True, "length")
+    assert not any(output.finished for output in outputs[:-1])
+    assert last.prompt == "Hello"
+    assert last.metrics is not None
+    assert last.metrics.time_to_first_token_s is not None
+    (whole,) = client.generate("Hello", GREEDY)
+    assert whole.outputs == last.outputs
+    cluster.wait_until(is_idle)
+
+
+def test_what_a_prompt_may_be(client: Client) -> None:
+    (text,) = client.generate("ab", GREEDY)
+    (ids,) = client.generate(text.prompt_token_ids, GREEDY)
+    assert ids.outputs == text.outputs
+    assert (ids.prompt, text.prompt) == (None, "ab")
+    messages = [{"role": "user", "content": "Hi"}]
+    (chat,) = client.chat(messages, GREEDY)
+    assert chat.prompt == "user: Hi\n"
+    assert client.generate(chat.prompt, GREEDY)[0].outputs == chat.outputs
+    assert list(client.stream_chat(messages, GREEDY))[-1].outputs == chat.outputs
+    several = client.generate(["ab", text.prompt_token_ids, "ab"], [GREEDY] * 3)
+    assert [output.outputs for output in several] == [text.outputs] * 3
+
+
+def test_seeds_repeat_and_differ(client: Client) -> None:
+    def answer(seed: int | None) -> list[int]:
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True)
+        return client.generate("Hello", params)[0].outputs[0].token_ids
+
+    assert answer(7) == answer(7)
+    assert len({tuple(answer(None)) for _ in range(3)} | {tuple(answer(7))}) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ("", GREEDY, "the prompt is empty; give at least one token"),
+        ([], GREEDY, "the prompt is empty; give at least one token"),
+        ([5, 999], GREEDY, "prompt: token id 999 lies outside the vocabulary [0, 257)"),
+        ([1] * 2048, GREEDY, "the prompt has 2048 tokens, max_model_len is 2048"),
+        ("x", SamplingParams(stop_token_ids=(300,)), "token id 300 lies outside the vocabulary"),
+        ("\ud800", GREEDY, "not valid Unicode"),
+    ],
+    ids=["empty text", "no ids", "unknown id", "too long", "unknown stop id", "surrogate"],
+)
+def test_what_cannot_be_served_gets_the_schedulers_sentence(
+    client: Client, cluster: Cluster, prompt: str, params: SamplingParams, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=r"(?s).*") as caught:
+        list(client.stream(prompt, params))
+    assert sentence in str(caught.value)
+    with pytest.raises(ValueError, match=r"prompts\[1\]: "):
+        client.generate(["fine", prompt], [GREEDY, params])
+    cluster.wait_until(is_idle)
+    assert client.generate("fine", GREEDY)[0].finished
+
+
+def test_a_second_live_request_of_one_id_is_refused(client: Client, cluster: Cluster) -> None:
+    """S12: the first is untouched."""
+    first = client.stream("one", LONG, request_id="dup")
+    next(first)
+    with pytest.raises(ValueError, match="dup"):
+        list(client.stream("two", GREEDY, request_id="dup"))
+    count = len(next(first).outputs[0].token_ids)
+    assert count > 0
+    first.close()
+    cluster.wait_until(is_idle)
+    assert list(client.stream("two", GREEDY, request_id="dup"))[-1].finished
+
+
+def test_abort_in_decode_and_after_the_end(client: Client, cluster: Cluster) -> None:
+    stream = client.stream("abc", LONG, request_id="mine")
+    next(stream)
+    client.abort("mine")
+    last = list(stream)[-1]
+    assert last.outputs[0].finish_reason == "abort"
+    assert 0 < len(last.outputs[0].token_ids) < 1900
+    client.abort("mine")
+    client.abort("nobody's")
+    cluster.wait_until(is_idle)
+
+
+def test_abort_while_waiting_and_in_prefill(client: Client, cluster: Cluster) -> None:
+    """8 rows, prompts of 8 steps: of 12 requests some are in prefill and four wait when all are aborted."""
+    streams = [client.stream([1 + i] * 2000, LONG, request_id=f"r{i}") for i in range(12)]
+    ends: dict[int, str | None] = {}
+
+    def drain(index: int) -> None:
+        for output in streams[index]:
+            ends[index] = output.outputs[0].finish_reason
+
+    threads = [threading.Thread(target=drain, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    cluster.wait_until(lambda status: status["waiting"] > 0)
+    for index in range(12):
+        client.abort(f"r{index}")
+    for thread in threads:
+        thread.join(10)
+    assert set(ends.values()) <= {"abort", "length"}
+    assert list(ends.values()).count("abort") >= 8
+    cluster.wait_until(is_idle)
+
+
+def test_leaving_a_stream_aborts_it(client: Client, cluster: Cluster) -> None:
+    for output in client.stream("abc", LONG):
+        if len(output.outputs[0].token_ids) > 2:
+            break
+    cluster.wait_until(is_idle)
+
+
+def test_many_prompts_go_in_batches(client: Client, cluster: Cluster) -> None:
+    """R10: 300 prompts of 1,500 ids are 1.8 MB; more than one call's worth of requests."""
+    prompts = [[1 + i % 200] * 60 for i in range(300)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = client.generate(prompts, params)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
+    cluster.wait_until(is_idle)
+
+
+def test_ten_clients_at_once(started: engine.EngineInfo, cluster: Cluster) -> None:
+    answers: list[list[int]] = []
+
+    def one() -> None:
+        with Client(name=cluster.name) as client:
+            answers.append(client.generate("Hello", GREEDY)[0].outputs[0].token_ids)
+
+    threads = [threading.Thread(target=one) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(answers) == 10
+    assert len({tuple(answer) for answer in answers}) == 1
+
+
+STREAM_SCRIPT = """
+import json, sys, rowcast
+client = rowcast.Client(sys.argv[1], name="t")
+params = rowcast.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+grown = [o.outputs[0].text for o in client.stream("Hello", params)]
+stream = client.stream("abc", rowcast.SamplingParams(max_tokens=1900, ignore_eos=True), request_id="r")
+next(stream)
+client.abort("r")
+reason = list(stream)[-1].outputs[0].finish_reason
+(answer,) = client.generate("Hello", params)
+client.close()
+print(json.dumps([grown, reason, answer.outputs[0].text, [m for m in ("torch", "transformers") if m in sys.modules]]))
+"""
+
+
+def test_a_ray_client_in_another_process_streams_and_aborts(
+    client: Client, cluster: Cluster
+) -> None:
+    """Through ray://, with nothing on stderr and no torch."""
+    output = in_another_process(STREAM_SCRIPT, cluster.client_address)
+    grown, reason, whole, heavy = json.loads(output)
+    assert len(grown) > 1
+    assert grown[-1] == whole == client.generate("Hello", GREEDY)[0].outputs[0].text
+    assert reason == "abort"
+    assert heavy == []
+    cluster.wait_until(is_idle)
+
+
+VANISH_SCRIPT = """
+import os, sys, rowcast
+client = rowcast.Client(sys.argv[1], name="t")
+stream = client.stream("abc", rowcast.SamplingParams(max_tokens=1900, ignore_eos=True))
+next(stream)
+print("going", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_client_that_vanishes_leaves_nothing(
+    started: engine.EngineInfo, cluster: Cluster
+) -> None:
+    """R10: its mailbox is not polled, expires (3 s here), and its requests are aborted."""
+    clients = cluster.status()["clients"]
+    assert in_another_process(VANISH_SCRIPT, cluster.client_address) == "going\n"
+    cluster.wait_until(lambda s: is_idle(s) and s["clients"] <= clients, timeout_s=15)
+
+
+def test_no_torch_in_the_scheduler_and_the_front(
+    started: engine.EngineInfo, cluster: Cluster
+) -> None:
+    for actor in ("scheduler", "front-0"):
+        handle = ray.get_actor(f"{cluster.name}/{actor}", namespace="rowcast")
+        modules = ray.get(handle.loaded_modules.remote(), timeout=10)
+        heavy = {"torch", "triton", "numba", "transformers"} & set(modules)
+        assert not heavy, f"{actor} loaded {heavy}"
+        assert "rowcast.scheduler.door" in modules, "this is the process that was meant"
+
+
+def test_an_engine_of_a_name_that_is_taken_is_refused(client: Client, cluster: Cluster) -> None:
+    """R09: at once, naming the option, and the first one lives on."""
+    with pytest.raises(ValueError, match="--name") as caught:
+        cluster.start()
+    assert "'t'" in str(caught.value)
+    assert client.generate("fine", GREEDY)[0].finished
+
+
+def test_an_unknown_engine_is_told_with_those_that_there_are(
+    started: engine.EngineInfo, cluster: Cluster
+) -> None:
+    with pytest.raises(ValueError, match="no engine named 'other'"):
+        Client(cluster.session.address, name="other")
+    with pytest.raises(ValueError, match="there is t"):
+        engine.engine_status("other", cluster.session.address)
+
+
+def test_sockets_of_the_engine_listen_on_loopback_alone(
+    started: engine.EngineInfo, cluster: Cluster
+) -> None:
+    """R16: on one node nobody else has to reach them."""
+    pid = cluster.status()["pids"]["scheduler"]
+    ours = [
+        connection.laddr
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and 24_000 <= connection.laddr.port < 32_000
+    ]
+    assert len(ours) == 3, "PUB, PULL and ROUTER"
+    assert {address.ip for address in ours} == {"127.0.0.1"}
+
+
+def test_an_idle_engine_does_not_spin(client: Client, cluster: Cluster) -> None:
+    """R07: less than 2 s of CPU a minute and process; 0.1 s in 3 s with room for Ray's own heartbeats."""
+    client.generate("warm", GREEDY)
+    pids = cluster.status()["pids"]
+    processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+    assert set(processes) == {"scheduler", "front-0", "worker-0", "worker-1"}
+
+    def used() -> dict[str, float]:
+        times = {name: process.cpu_times() for name, process in processes.items()}
+        return {name: t.user + t.system for name, t in times.items()}
+
+    before = used()
+    time.sleep(3)
+    after = used()
+    spun = {name: after[name] - before[name] for name in after if after[name] - before[name] > 0.3}
+    assert not spun, f"CPU seconds in 3 s of nothing: {spun}"

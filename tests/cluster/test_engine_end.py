@@ -1,0 +1,164 @@
+"""How engines end: a rank that dies, a start that is broken off, a stop, and a Ray that was there before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from rowcast.cluster import engine, placement
+from rowcast.cluster.client import Client
+from rowcast.cluster.state_file import read_record, state_folder
+from rowcast.scheduler.sampling_params import SamplingParams
+from rowcast.tests.cluster.support import Cluster, in_another_process, spec_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def taken_down(cluster: Cluster) -> Iterator[None]:
+    """A test that fails leaves nothing to the next one."""
+    yield
+    for name in (cluster.name, "guest", "half"):
+        engine._take_down(name)
+
+
+def nothing_is_left(cluster: Cluster, pids: dict[str, int]) -> None:
+    """No actor, no placement group, no reserved CPU, no process of the engine."""
+    assert engine._actor_names(cluster.name) == []
+    assert placement.find_group(cluster.name) is None
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in pids.values()):
+        assert time.monotonic() < deadline, "processes of the engine are left"
+        time.sleep(0.05)
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < deadline, f"reserved still: {ray.available_resources()}"
+        time.sleep(0.1)
+
+
+def test_a_killed_rank_ends_every_request_with_a_sentence(cluster: Cluster) -> None:
+    """R05: within 10 s, naming rank and cause; the other rank, blocked in a collective, is killed, not joined."""
+    cluster.start()
+    pids = cluster.status()["pids"]
+    client = Client(name=cluster.name)
+    stream = client.stream("abc", LONG)
+    next(stream)
+    os.kill(pids["worker-1"], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(engine.EngineFailed, match="rank 1 failed: its process died"):
+        list(stream)
+    with pytest.raises(engine.EngineFailed, match="rank 1 failed"):
+        client.generate("more", GREEDY)
+    assert time.monotonic() - began < 10
+    status = cluster.wait_until(lambda s: not psutil.pid_exists(pids["worker-0"]))
+    assert status["state"] == "failed"
+    assert "rank 1 failed" in status["error"]
+    assert "rank 1" in (engine.wait_engine(cluster.name, 5) or "")
+    client.close()
+    engine._take_down(cluster.name)
+    nothing_is_left(cluster, pids)
+
+
+def test_a_killed_scheduler_ends_every_request(cluster: Cluster) -> None:
+    """R05: nobody waits for ever; stop clears the rest."""
+    cluster.start(ranks=1)
+    pids = cluster.status()["pids"]
+    with Client(name=cluster.name) as client:
+        stream = client.stream("abc", LONG)
+        next(stream)
+        os.kill(pids["scheduler"], signal.SIGKILL)
+        with pytest.raises(engine.EngineFailed, match="the scheduler of engine 't' died"):
+            list(stream)
+    engine._take_down(cluster.name)
+    nothing_is_left(cluster, pids)
+
+
+def test_a_model_that_cannot_be_loaded_is_the_users_to_mend(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        engine.start_engine(spec_of(broken, cluster.name), cluster.session)
+    nothing_is_left(cluster, {})
+
+
+def test_too_few_resources_are_named_and_given_back(cluster: Cluster) -> None:
+    """R01: what is needed, what is there, who holds it; not silence."""
+    waits: list[str] = []
+    spec = spec_of(cluster.model, cluster.name, placement_timeout_s=5.0)
+    spec.worker["device"] = "cuda"
+    with pytest.raises(
+        TimeoutError, match=r"needs 2 bundles of 1 GPU; the cluster has 0 free of 0"
+    ):
+        engine.start_engine(spec, cluster.session, on_wait=waits.append)
+    assert waits
+    assert waits[0].startswith("waiting: needs 2 bundles of 1 GPU")
+    nothing_is_left(cluster, {})
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["reserve resources", "start the scheduler", "start 2 workers", "load tiny on 2 workers"],
+)
+def test_ctrl_c_at_a_stage_takes_everything_down(cluster: Cluster, stage: str) -> None:
+    def interrupt(done: str, seconds: float) -> None:
+        if done == stage:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.start_engine(spec_of(cluster.model, cluster.name), cluster.session, interrupt)
+    nothing_is_left(cluster, {})
+
+
+def test_a_name_is_free_again_at_once(cluster: Cluster) -> None:
+    """R09: the late clean-up of the old actor does not take the new one's name."""
+    for _ in range(2):
+        info = cluster.start(ranks=1)
+        pids = info.status["pids"]
+        engine._take_down(cluster.name)
+    cluster.start(ranks=1)
+    time.sleep(1.0)
+    with Client(name=cluster.name) as client:
+        assert client.generate("fine", GREEDY)[0].finished
+    engine._take_down(cluster.name)
+    nothing_is_left(cluster, pids)
+    assert not engine._take_down(cluster.name), "twice is fine"
+
+
+STOP_SCRIPT = """
+import sys
+from rowcast.cluster import engine
+print(engine.stop_engine(sys.argv[1], sys.argv[2] or None), engine.stop_engine(sys.argv[1], sys.argv[2] or None))
+"""
+
+
+def test_a_cluster_that_was_there_is_left_running(cluster: Cluster) -> None:
+    """Attached by address under another name: stop ends the engine, and nothing else."""
+    session = engine.connect(cluster.session.address, name="guest")
+    assert not session.started_by_us
+    engine.start_engine(spec_of(cluster.model, "guest", ranks=1), session)
+    record = read_record("guest")
+    assert record is not None
+    assert record.head is None
+    assert in_another_process(STOP_SCRIPT, "guest", "") == "True False\n"
+    assert not (state_folder() / "guest.json").exists()
+    assert ray.nodes()[0]["Alive"]
+    assert read_record(cluster.name) is not None, "the head's own record"
+    nothing_is_left(cluster, {})
+
+
+def test_a_half_started_engine_is_cleared_by_stop(cluster: Cluster) -> None:
+    """A driver killed in the middle leaves actors without a file: the names are enough."""
+    group = placement.create("half", device="cpu", num_ranks=1, timeout_s=10)
+    assert group is not None
+    assert in_another_process(STOP_SCRIPT, "half", cluster.session.address) == "True False\n"
+    assert placement.find_group("half") is None
+    nothing_is_left(cluster, {})
