@@ -9,6 +9,7 @@ from typing import Any
 from ..scheduler.config import SchedulerConfig
 
 RAY_NAMESPACE = "rowcast"
+STOPPED = "the engine was stopped"  # why an engine ended that nothing was wrong with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

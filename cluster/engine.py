@@ -14,11 +14,12 @@ from typing import Any
 
 from . import placement
 from .attach import RaySession, connect, disconnect
-from .config import RAY_NAMESPACE, EngineSpec
+from .config import RAY_NAMESPACE, STOPPED, EngineSpec
 from .local_ray import is_running, stop_head
 from .state_file import EngineRecord, read_record, remove_record, write_record
 
 __all__ = [
+    "STOPPED",
     "EngineFailed",
     "EngineInfo",
     "RaySession",
@@ -125,9 +126,19 @@ def engine_status(name: str = "default", address: str | None = None) -> dict[str
         scheduler = _actor(f"{name}/scheduler")
         if scheduler is None:
             raise ValueError(_unknown(name, session))
-        status = _get(scheduler.status.remote())
+        import ray
+
+        try:
+            status = _get(scheduler.status.remote())
+        except ray.exceptions.RayActorError:
+            raise ValueError(
+                f"engine {name!r} is ending, or its scheduler died; clear up with `rowcast stop`"
+            ) from None
         front = _actor(f"{name}/front-0")
-        info = {} if front is None else _get(front.info.remote())
+        info: dict[str, Any] = {}
+        if front is not None:
+            with contextlib.suppress(ray.exceptions.RayActorError):  # it may end right now
+                info = _get(front.info.remote())
         return status | {
             "clients": info.get("clients", 0),
             "mailbox_requests": info.get("requests", 0),
@@ -139,12 +150,15 @@ def engine_status(name: str = "default", address: str | None = None) -> dict[str
 
 
 def wait_engine(name: str, timeout_s: float | None = None) -> str | None:
-    """Wait, connected, until the engine ends, and say why; None when it still runs after timeout_s."""
+    """Wait, connected, until the engine ends, and say why; None when it still runs after timeout_s.
+
+    Returns: `STOPPED` when someone stopped it; any other sentence is a failure.
+    """
     import ray
 
     scheduler = _actor(f"{name}/scheduler")
     if scheduler is None:
-        return f"engine {name!r} is gone"
+        return STOPPED
     try:
         return ray.get(scheduler.ended.remote(), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError:

@@ -28,7 +28,7 @@ from ..scheduler.loop import SchedulerLoop, WorkerGroupError
 from ..scheduler.messages import encode_error
 from ..scheduler.scheduler import Scheduler
 from .channel import GroupAddresses, PublishPullChannel, RouterFronts, Waiter, report_once
-from .config import RAY_NAMESPACE, EngineSpec
+from .config import RAY_NAMESPACE, STOPPED, EngineSpec
 from .first_cause import DEATH, FirstCause
 from .front import FrontActor, FrontConfig
 from .network import LOOPBACK, meeting_host
@@ -117,7 +117,7 @@ class SchedulerActor:
         """Block until the engine is no more; the sentence that tells why."""
         with self._lock:
             self._lock.wait_for(lambda: self._state in ("failed", "stopped"))
-            return self._error[1] if self._error is not None else "the engine was stopped"
+            return self._error[1] if self._error is not None else STOPPED
 
     def stop(self) -> None:
         """End all requests, let the ranks say bye, end the ranks and the front. Twice is fine."""

@@ -40,10 +40,6 @@ class ServedEngine:
             if ended is not None:
                 return ended
 
-    @property
-    def failed(self) -> bool:
-        return cluster_engine.engine_status(self.info.name)["state"] == "failed"
-
     def leave(self) -> None:
         """Disconnect; the engine goes on."""
         self.session.disconnect()

@@ -45,6 +45,7 @@ def serve(
     began = time.monotonic()
     from rich.console import Console
 
+    from ...cluster.config import STOPPED
     from ..config import EngineOptions, Environment, plan_engine
     from ..stages import StageLines
 
@@ -91,9 +92,8 @@ def serve(
         engine.stop()
         lines.say("stopped")
         raise
-    failed = engine.failed
     engine.stop()
-    if failed:
+    if ended != STOPPED:
         raise RuntimeError(ended)
     lines.say(ended)
 
