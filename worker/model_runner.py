@@ -52,12 +52,12 @@ class ModelRunner:
                 f"got {config.max_model_len}"
             )
         self.device = _device(config.device)
-        self.dtype = _dtype(config.dtype, self.model_config, self.device)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads)
         self._backend: Backend = select_backend(
             config.kernel_backend, self.device, num_threads=config.num_threads
         )
+        self.dtype = _dtype(config.dtype, self.model_config, self.device, self._backend)
         self.group_specs: tuple[KVGroupSpec, ...] = group_specs(
             self.model_config, config.block_size
         )
@@ -199,10 +199,10 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """auto follows the checkpoint on a GPU, and is float32 on a CPU, whose kernels are float32."""
+def _dtype(name: str, config: ModelConfig, device: torch.device, backend: Backend) -> torch.dtype:
+    """auto follows the checkpoint on a GPU, and is float32 on a CPU, whose own kernels are float32 alone."""
     if name == "auto":
         name = config.torch_dtype if device.type == "cuda" else "float32"
-    if device.type == "cpu" and name != "float32":
+    if backend.name == "cpu" and name != "float32":
         raise ValueError(f"dtype {name} needs a GPU; on a CPU use float32 (or auto)")
     return getattr(torch, name)

@@ -13,7 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
+
+dist: Any = torch.distributed  # its stubs leave out the process-group classes
 
 
 class TensorParallelGroup:
@@ -28,7 +30,7 @@ class TensorParallelGroup:
         assert (process_group is None) == (world_size == 1), (process_group, world_size)
         self.rank = rank
         self.world_size = world_size
-        self._process_group = process_group
+        self._process_group: Any = process_group
         self._store = store
 
     @classmethod

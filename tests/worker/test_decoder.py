@@ -131,3 +131,15 @@ def test_interpreted_triton_kernels_give_the_tokens_of_the_cpu_twins(tmp_path: P
     triton = generate(make_runner(folder, kernel_backend="triton", **options), prompts, greedy(5))
     assert triton == twins
     assert twins == transformers_tokens(folder, prompts, 5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_runs_through_the_interpreted_kernels(tmp_path: Path, dtype: str):
+    """What a GPU computes in: a step in which the decoder mixes dtypes would fail there first."""
+    folder = make_llama(tmp_path, **heads(2, 2, 48, attention_bias=True))
+    options = {"max_num_batched_tokens": 8, "block_size": 8, "max_model_len": 32}
+    narrow = make_runner(folder, kernel_backend="triton", dtype=dtype, **options)
+    assert narrow.block_bytes * 2 == make_runner(folder, **options).block_bytes
+    prompts = [[5, 17, 100, 3, 44], [1]]
+    tokens = generate(narrow, prompts, greedy(1))
+    assert tokens == generate(make_runner(folder, **options), prompts, greedy(1))

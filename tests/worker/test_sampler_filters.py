@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from rowcast.worker.sampler import candidates, keys, noise, top_k, top_p
+from rowcast.worker.sampler import candidates, keys, noise, redraw, top_k, top_p
 
 
 def keep_by_sorting(scores: np.ndarray, k: int, p: float) -> set[int]:
@@ -117,3 +117,21 @@ def test_noise_of_an_id_does_not_depend_on_which_ids_are_asked_with_it():
     some = torch.tensor([[3, 999, 500], [0, 1, 2]])
     picked = torch.gather(whole, 1, some)
     assert torch.allclose(noise.gumbel(stream, some), picked, rtol=1e-5, atol=1e-6)
+
+
+def test_drawing_again_gives_the_token_that_sorting_gives():
+    """The two ways through a row whose candidates do not reach p must never part."""
+    count, vocab_size = 200, 500
+    rng = np.random.default_rng(4)
+    scores = torch.from_numpy(rng.standard_normal((count, vocab_size)).astype(np.float32))
+    scores[:100] = (scores[:100] * 4).round() / 4  # ties, also at the edge of the kept set
+    p = rng.uniform(0.05, 0.99, count).astype(np.float32)
+    stream = torch.from_numpy(noise.streams(np.arange(count), np.full(count, 9)))
+    tokens, settled = redraw.choose(scores, stream, torch.from_numpy(p), top_p.mass(scores))
+    assert settled.float().mean() > 0.8  # a small p may use up its draws
+    perturbed = scores + noise.gumbel(stream, torch.arange(vocab_size))
+    kept = kept_ids(scores, np.zeros(count, np.int32), p)
+    for row in range(count):
+        if settled[row]:
+            best = max(kept[row], key=lambda token: (float(perturbed[row, token]), -token))
+            assert int(tokens[row]) == best, (row, p[row])

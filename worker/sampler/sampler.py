@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..parallel import TensorParallelGroup
-from . import candidates, greedy, keys, noise, temperature, top_k, top_p
+from . import candidates, greedy, keys, noise, redraw, temperature, top_k, top_p
 from .exchange import Offer, exchange
 
 # Candidates a rank offers for a row with top-p alone; how many it takes is known only afterwards.
@@ -93,7 +93,9 @@ class Sampler:
         width = filter_.width
         masses = torch.zeros(len(filtered), dtype=torch.float64, device=logits.device)
         if len(filter_.needs_mass):
-            masses[filter_.needs_mass] = top_p.mass(_take(scores, filter_.needs_mass))
+            masses[_index(filter_.needs_mass, logits)] = top_p.mass(
+                _take(scores, filter_.needs_mass)
+            )
         found = candidates.best_candidates(scores, width, self._rows.start)
         offers = exchange(
             Offer(digest=digest, best=best, found=found, masses=masses), self._parallel
@@ -148,7 +150,11 @@ class Sampler:
             [part[:, :size] for part, size in zip(gathered, self._sizes, strict=True)], dim=1
         )
         tokens = np.empty(len(open_rows), np.int32)
-        left = np.arange(len(open_rows))
+        drawn, settled = filter_.only(open_rows).redraw(whole, _take(total, open_rows))
+        tokens[:] = drawn.cpu().numpy()
+        left = np.flatnonzero(~settled.cpu().numpy())
+        if not len(left):
+            return tokens
         for width in (min(_WHOLE_ROW_CANDIDATES, self._vocab_size), self._vocab_size):
             found = candidates.best_candidates(_take(whole, left), width, 0)
             ordered = found.sort(dim=1, descending=True).values
@@ -204,6 +210,21 @@ class _Filter:
             self._no_k, (reached & ~self._no_p) | (certain >= self._vocab_size), enough_k
         )
         return torch.where(self._no_p.unsqueeze(1), after_k, after_p), settled
+
+    def redraw(self, whole: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shapes: whole [n, vocab_size] scores, total [n] as in `kept`; returns tokens, settled as `choose` does."""
+        tokens = torch.zeros(len(whole), dtype=torch.int64, device=whole.device)
+        settled = torch.zeros(len(whole), dtype=torch.bool, device=whole.device)
+        rows = self.needs_mass  # those without top-k
+        if len(rows):
+            chosen = _index(rows, whole)
+            tokens[chosen], settled[chosen] = redraw.choose(
+                _take(whole, rows),
+                _take(self._stream, rows),
+                _take(self._top_p, rows),
+                _take(total, rows),
+            )
+        return tokens, settled
 
     def choose(
         self, ordered: torch.Tensor, certain: torch.Tensor, total: torch.Tensor

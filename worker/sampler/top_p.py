@@ -36,6 +36,14 @@ def total_mass(masses: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
     return (masses * (highest - highest.amax(dim=0)).exp()).sum(dim=0)
 
 
+def wanted(top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The mass to reach: an id stays while the mass of the ids before it is below this. [n] float64.
+
+    p travels as float32, up to 6e-8 above what was asked: 0.5 + 0.3 must still reach 0.8.
+    """
+    return top_p.double() * total * (1 - 1e-7)
+
+
 def kept(
     scores: torch.Tensor, after_top_k: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +56,5 @@ def kept(
     """
     wide = (scores.double() - scores[:, :1].double()).exp().masked_fill_(~after_top_k, 0.0)
     sums = wide.cumsum(dim=1)
-    # p travels as float32, up to 6e-8 above what was asked: 0.5 + 0.3 must still reach 0.8.
-    wanted = (top_p.double() * total * (1 - 1e-7)).unsqueeze(1)
-    before = sums - wide
-    return after_top_k & (before < wanted), sums[:, -1] >= wanted.squeeze(1)
+    reach = wanted(top_p, total)
+    return after_top_k & (sums - wide < reach.unsqueeze(1)), sums[:, -1] >= reach
