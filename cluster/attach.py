@@ -29,6 +29,7 @@ OnStage = Callable[[str, float], None]
 
 _PROBE_TIMEOUT_S = 4.0
 _CLIENT_ATTEMPTS = 3
+_DIED_AT_BIRTH = ("client server failed", "session that has already been cleaned up")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +260,9 @@ def _join_as_client(address: str, origin: str) -> None:
             with contextlib.suppress(Exception):  # half a connection: Ray may not know it
                 ray.shutdown()
             # The proxy starts a server for each client, and on a busy machine that one now and then dies at birth.
-            if attempt + 1 < _CLIENT_ATTEMPTS and "client server failed" in str(error):
+            if attempt + 1 < _CLIENT_ATTEMPTS and any(
+                sign in str(error) for sign in _DIED_AT_BIRTH
+            ):
                 continue
             raise ValueError(_sentence(error, address, origin)) from error
 
