@@ -39,8 +39,8 @@ app.command("pull")(pull.pull)
 app.add_typer(bench.app, name="bench")
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: cleaned up after exactly as Ctrl-C is."""
+class Terminated(BaseException):
+    """SIGTERM: cleaned up after exactly as Ctrl-C is. No KeyboardInterrupt, which typer would keep for itself."""
 
 
 def _version(wanted: bool) -> None:
@@ -71,6 +71,8 @@ def run_command(arguments: list[str]) -> int:
 
     def call() -> int:
         code = app(args=arguments, prog_name="rowcast", standalone_mode=False)
+        if code == EXIT_INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
 
     return run_guarded(call)
