@@ -1,6 +1,7 @@
 """The tensor-parallel group of one life: its ranks, and the collectives that the decoder and the sampler use.
 
-Gloo on CPUs, NCCL on GPUs, on the network interface that `cluster/` names. The process group is built directly, never
+NCCL on GPUs; on CPUs shared memory where all ranks are on one host (`same_host.py`), else Gloo. They meet through a
+store at the address, and use the network interface, that `cluster/` names. The process group is built directly, never
 as torch's default group: a second life in the same process has its own store, its own sockets and no leftovers. What a
 rank owns of the model is `sharding.py`.
 """
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from .same_host import SameHostGroup
+
 dist: Any = torch.distributed  # its stubs leave out the process-group classes
 
 
@@ -25,12 +28,18 @@ class TensorParallelGroup:
     """
 
     def __init__(
-        self, rank: int, world_size: int, *, process_group: Any = None, store: Any = None
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        process_group: Any = None,
+        same_host: SameHostGroup | None = None,
+        store: Any = None,
     ) -> None:
-        assert (process_group is None) == (world_size == 1), (process_group, world_size)
         self.rank = rank
         self.world_size = world_size
         self._process_group: Any = process_group
+        self._same_host = same_host
         self._store = store
 
     @classmethod
@@ -47,12 +56,14 @@ class TensorParallelGroup:
         interface: str | None = None,
         timeout_s: float = 120.0,
         device: str = "cpu",
+        share_memory: bool = True,
     ) -> TensorParallelGroup:
         """Meet the other ranks. Rank 0 listens at `address` ("host:port", `pick_port` on its node); others connect.
 
         interface: the network interface of the collectives ("eth0"); None lets the library guess, which on hosts whose
             name resolves to 127.0.0.1 guesses wrongly.
         timeout_s: for meeting, and for every collective later.
+        share_memory: False makes CPU ranks on one host use Gloo too.
         Raises: RuntimeError, one sentence, if the ranks do not meet within timeout_s; ValueError for bad arguments.
         """
         if world_size == 1:
@@ -77,16 +88,23 @@ class TensorParallelGroup:
                 timeout=timeout,
                 wait_for_workers=True,
             )
-            if device == "cpu":
-                group = _gloo(store, rank, world_size, interface, timeout)
-            else:
+            group = same_host = None
+            if device != "cpu":
                 group = _nccl(store, rank, world_size, interface, timeout)
-        except (RuntimeError, ValueError) as error:  # torch's DistError family is a RuntimeError
+            elif share_memory:
+                same_host = SameHostGroup.connect(store, rank, world_size, timeout_s)
+            if group is None and same_host is None:
+                group = _gloo(store, rank, world_size, interface, timeout)
+        except (
+            RuntimeError,
+            ValueError,
+            OSError,
+        ) as error:  # torch's DistError family is a RuntimeError
             raise RuntimeError(
                 f"rank {rank} could not meet the other {world_size - 1} ranks at {address} within {timeout_s:g} s: "
                 f"{_first_line(error)}"
             ) from error
-        return cls(rank, world_size, process_group=group, store=store)
+        return cls(rank, world_size, process_group=group, same_host=same_host, store=store)
 
     @staticmethod
     def pick_port(host: str) -> int:
@@ -104,6 +122,9 @@ class TensorParallelGroup:
         """
         if self.world_size == 1:
             return tensor
+        if self._same_host is not None:
+            self._same_host.sum_(tensor)
+            return tensor
         if tensor.is_cuda:
             self._process_group.allreduce([tensor]).wait()
             return tensor
@@ -120,17 +141,25 @@ class TensorParallelGroup:
         gathered = torch.empty(
             (self.world_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device
         )
+        if self._same_host is not None:
+            self._same_host.all_gather(tensor, gathered)
+            return gathered
         self._process_group._allgather_base(gathered.view(-1), tensor.view(-1)).wait()
         return gathered
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.world_size > 1:
+        if self._same_host is not None:
+            self._same_host.barrier()
+        elif self.world_size > 1:
             self._process_group.barrier().wait()
 
     def close(self) -> None:
         """Leave the group; a collective after this fails. Safe to call twice."""
         group, self._process_group, self._store = self._process_group, None, None
+        same_host, self._same_host = self._same_host, None
+        if same_host is not None:
+            same_host.close()
         if group is not None and hasattr(group, "shutdown"):
             group.shutdown()
 

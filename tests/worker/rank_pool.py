@@ -1,4 +1,4 @@
-"""Long-lived rank processes: real ranks over real Gloo, without importing torch anew for every test.
+"""Long-lived rank processes: real ranks over real collectives, without importing torch anew for every test.
 
 A task is a function of this package's test modules called as `task(group, *args)` in every rank's process, with a group
 made for that call alone: each call is a new life of the group.
@@ -32,8 +32,13 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def run(self, world_size: int, task: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned, in rank order. Raises: RuntimeError with the traceback of every rank that failed."""
+    def run(
+        self, world_size: int, task: Callable[..., Any], *args: Any, **group_options: Any
+    ) -> list[Any]:
+        """What each rank returned, in rank order; group_options are `TensorParallelGroup.create`'s.
+
+        Raises: RuntimeError with the traceback of every rank that failed.
+        """
         while len(self._ranks) < world_size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -42,7 +47,7 @@ class RankPool:
             self._ranks.append((process, ours))
         address = f"127.0.0.1:{TensorParallelGroup.pick_port('127.0.0.1')}"
         for rank, (_, connection) in enumerate(self._ranks[:world_size]):
-            connection.send((task, rank, world_size, address, args))
+            connection.send((task, rank, world_size, address, args, group_options))
         answers = []
         for rank, (_, connection) in enumerate(self._ranks[:world_size]):
             if not connection.poll(_TIMEOUT_S):
@@ -66,12 +71,15 @@ class RankPool:
 def _serve(connection: Connection) -> None:
     while True:
         try:
-            task, rank, world_size, address, args = connection.recv()
+            task, rank, world_size, address, args, group_options = connection.recv()
         except EOFError:
             return
         try:
             group = TensorParallelGroup.create(
-                rank, world_size, address=address, interface="lo", timeout_s=60
+                rank,
+                world_size,
+                address=address,
+                **{"interface": "lo", "timeout_s": 60, **group_options},
             )
             try:
                 answer = (True, task(group, *args))

@@ -1,11 +1,17 @@
-"""Real Gloo groups between real processes."""
+"""Real groups between real processes, over shared memory and over Gloo."""
 
 from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from rowcast.tests.worker.rank_pool import RankPool
+from rowcast.worker import same_host
 from rowcast.worker.parallel import TensorParallelGroup
+from rowcast.worker.same_host import SameHostGroup
 
 
 def uneven_sum(group: TensorParallelGroup) -> tuple[list[float], list[float]]:
@@ -33,9 +39,58 @@ def closed_twice(group: TensorParallelGroup) -> str:
     return "closed"
 
 
-def test_sums_are_added_in_rank_order_and_the_same_on_every_rank(rank_pool: RankPool):
+def many_sizes(group: TensorParallelGroup) -> list[bool]:
+    """Sums and gathers of every size in turn, some larger than a slot of shared memory, some empty."""
+    right = []
+    for turn, size in enumerate([3, 300_000, 0, 1, 700_001, 262_144, 262_145, 5] * 3):
+        base = torch.arange(size, dtype=torch.float32) % 1000
+        total = group.sum_(base * (group.rank + 1) + turn)
+        ranks = range(group.world_size)
+        expected = sum(r + 1 for r in ranks) * base + group.world_size * turn
+        right.append(torch.equal(total, expected))
+        wide = group.all_gather(torch.arange(size) * 2**33 + group.rank)
+        right += [torch.equal(wide[r], torch.arange(size) * 2**33 + r) for r in ranks]
+        if turn % 5 == 0:
+            group.barrier()
+    return right
+
+
+def left_alone(group: TensorParallelGroup) -> str:
+    if group.rank == 1:
+        group.close()
+        return ""
+    try:
+        group.barrier()
+        group.all_gather(torch.ones(3))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def kept_waiting(group: TensorParallelGroup, done: str) -> str:
+    """Rank 1 stays away from the collective until rank 0 has given up."""
+    if group.rank == 1:
+        while not Path(done).exists():
+            time.sleep(0.01)
+        return ""
+    try:
+        group.barrier()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        Path(done).touch()
+    return "nothing was noticed"
+
+
+TRANSPORTS = pytest.mark.parametrize("share_memory", [True, False], ids=["memory", "gloo"])
+
+
+@TRANSPORTS
+def test_sums_are_added_in_rank_order_and_the_same_on_every_rank(
+    rank_pool: RankPool, share_memory: bool
+):
     """Ranks whose sums differ in the last bit sample different tokens in the end."""
-    first, second, third = rank_pool.run(3, uneven_sum)
+    first, second, third = rank_pool.run(3, uneven_sum, share_memory=share_memory)
     # (1e8 + 1) + -1e8 = 0, (1 + 1e8) + -1e8 = 0, (3 + 1e-7) + 3 = 6
     assert first[0] == [0.0, 0.0, 6.0]
     assert first == second == third
@@ -49,12 +104,46 @@ def test_sums_are_added_in_rank_order_and_the_same_on_every_rank(rank_pool: Rank
     assert first[1][3:] == ((parts[0] + parts[1]) + parts[2]).tolist()
 
 
-def test_all_gather_stacks_in_rank_order_and_a_group_has_many_lives(rank_pool: RankPool):
+@TRANSPORTS
+def test_all_gather_stacks_in_rank_order_and_a_group_has_many_lives(
+    rank_pool: RankPool, share_memory: bool
+):
     """Each call is a new group in the same processes; torch's default group would refuse the second."""
     for world_size in (2, 3, 2):
         expected = [[[rank, 2**40], [0, -rank]] for rank in range(world_size)]
-        assert rank_pool.run(world_size, gathered) == [expected] * world_size
-    assert rank_pool.run(2, closed_twice) == ["closed"] * 2
+        assert (
+            rank_pool.run(world_size, gathered, share_memory=share_memory)
+            == [expected] * world_size
+        )
+    assert rank_pool.run(2, closed_twice, share_memory=share_memory) == ["closed"] * 2
+
+
+@TRANSPORTS
+def test_every_size_goes_through(rank_pool: RankPool, share_memory: bool):
+    for right in rank_pool.run(3, many_sizes, share_memory=share_memory):
+        assert all(right)
+
+
+def test_a_rank_that_leaves_is_named(rank_pool: RankPool):
+    """A dead rank must not cost the others a time-out of minutes."""
+    first, _, third = rank_pool.run(3, left_alone)
+    assert "rank 0 lost rank 1" in first
+    assert "lost rank" in third  # rank 1, or rank 0 who left because of it
+
+
+def test_a_rank_that_stays_silent_is_named(rank_pool: RankPool, tmp_path: Path):
+    first, _ = rank_pool.run(2, kept_waiting, str(tmp_path / "done"), timeout_s=0.5)
+    assert first == "rank 0 waited 0.5 s for rank 1 in a collective"
+
+
+def test_ranks_of_other_hosts_do_not_share_memory(monkeypatch: pytest.MonkeyPatch):
+    """Decided alike on every rank: one rank alone in shared memory would wait for ever."""
+    store = torch.distributed.HashStore()
+    identities = iter(["one host", "another host", "one host"])
+    monkeypatch.setattr(same_host, "host_identity", lambda: next(identities))
+    with ThreadPoolExecutor(3) as pool:
+        groups = list(pool.map(lambda r: SameHostGroup.connect(store, r, 3, 20.0), range(3)))
+    assert groups == [None, None, None]
 
 
 def test_a_rank_that_never_comes_is_a_sentence():
