@@ -114,3 +114,5 @@ class WorkerActor:
         threads = str(self._fields.get("num_threads", 1))
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
             os.environ[name] = threads
+        # OpenMP threads that wait sleep: spinning, they take the cores from the other rank and from Numba's threads.
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -161,6 +161,8 @@ class EmbeddedEngine:
     """
 
     def __init__(self, plan: EnginePlan, *, on_load: Callable[[float], None] | None = None):
+        # Before torch loads: OpenMP threads that wait sleep. Spinning, they take the cores from Numba's threads.
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")
         from ..worker.model_runner import ModelRunner  # loads torch
 
         self.text = TextProcessor(plan.model_dir)

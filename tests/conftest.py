@@ -12,6 +12,7 @@ import pytest
 # what compiles (tests/kernels/test_aot.py) is a process of its own. One thread: torch spins while it waits for more.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 @pytest.fixture(scope="session")
