@@ -15,6 +15,7 @@ from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.messages import SchedulerOutput, StepResult
 from .backend import Backend, select_backend
 from .config import WorkerConfig
+from .device import resolve_device
 from .input_batch import InputBuilder
 from .kv_cache import KVCache, group_specs, max_num_blocks, pool_block_bytes
 from .memory import kv_cache_bytes
@@ -51,7 +52,7 @@ class ModelRunner:
                 f"max_model_len must be at most the model's {self.model_config.max_position_embeddings} positions, "
                 f"got {config.max_model_len}"
             )
-        self.device = _device(config.device)
+        self.device = resolve_device(config.device)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads)
         self._backend: Backend = select_backend(
@@ -189,14 +190,6 @@ def _sampling_rows(state: WorkerState, plan: StepPlan) -> SamplingRows:
         seeds=requests.seeds[rows],
         positions=(plan.num_computed_tokens + plan.num_scheduled_tokens)[plan.samples],
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, and torch sees no GPU; use --device cpu")
-    return torch.device(name)
 
 
 def _dtype(name: str, config: ModelConfig, device: torch.device, backend: Backend) -> torch.dtype:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from .device import resolve_device
 from .same_host import SameHostGroup
 
 dist: Any = torch.distributed  # its stubs leave out the process-group classes
@@ -63,6 +64,7 @@ class TensorParallelGroup:
         interface: the network interface of the collectives ("eth0"); None lets the library guess, which on hosts whose
             name resolves to 127.0.0.1 guesses wrongly.
         timeout_s: for meeting, and for every collective later.
+        device: as in WorkerConfig; auto is the GPU where there is one.
         share_memory: False makes CPU ranks on one host use Gloo too.
         Raises: RuntimeError, one sentence, if the ranks do not meet within timeout_s; ValueError for bad arguments.
         """
@@ -78,6 +80,7 @@ class TensorParallelGroup:
             raise ValueError(
                 f"network interface {interface!r} is not on this machine; it has {', '.join(names)}"
             )
+        on_gpu = resolve_device(device).type == "cuda"
         timeout = timedelta(seconds=timeout_s)
         try:
             store = dist.TCPStore(
@@ -89,7 +92,7 @@ class TensorParallelGroup:
                 wait_for_workers=True,
             )
             group = same_host = None
-            if device != "cpu":
+            if on_gpu:
                 group = _nccl(store, rank, world_size, interface, timeout)
             elif share_memory:
                 same_host = SameHostGroup.connect(store, rank, world_size, timeout_s)

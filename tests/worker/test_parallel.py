@@ -118,6 +118,13 @@ def test_all_gather_stacks_in_rank_order_and_a_group_has_many_lives(
     assert rank_pool.run(2, closed_twice, share_memory=share_memory) == ["closed"] * 2
 
 
+def test_device_auto_means_the_cpu_where_there_is_no_gpu(rank_pool: RankPool):
+    """It once meant NCCL, whatever the machine had."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert rank_pool.run(2, closed_twice, device="auto") == ["closed"] * 2
+
+
 @TRANSPORTS
 def test_every_size_goes_through(rank_pool: RankPool, share_memory: bool):
     for right in rank_pool.run(3, many_sizes, share_memory=share_memory):
