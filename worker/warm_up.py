@@ -1,7 +1,7 @@
 """Steps that together make every kernel compile in every form that serving meets.
 
-Triton compiles another form of a kernel for an integer argument that is 1 or a multiple of 16, and other tiles for a
-step that only decodes; the sampler has one path for each kind of row.
+The kernels take other tiles for a step that only decodes, and no other form for any count of rows or tokens; the
+sampler has one path for each kind of row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KINDS = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.9), (1.0, 5, 0
 def warm_up_steps(
     config: WorkerConfig, groups: Sequence[KVGroupSpec], num_blocks: int
 ) -> Iterator[SchedulerOutput]:
-    """Prefill and decode 1, 16 and 17 rows (as many of them as fit), and free them all."""
+    """Prefill and decode one row, then one of each kind (as many as fit), and free them all."""
     prompt_len = min(_PROMPT_LEN, config.max_model_len - 1)
     if prompt_len < 1:
         return
@@ -34,7 +34,7 @@ def warm_up_steps(
     )
     nobody = np.empty(0, np.int32)
     no_blocks = tuple(nobody for _ in groups)
-    for num_rows in sorted({min(count, most) for count in (1, 16, 17)} - {0}):
+    for num_rows in sorted({min(count, most) for count in (1, len(_KINDS))} - {0}):
         rows = np.arange(num_rows, dtype=np.int32)
         yield SchedulerOutput(
             admissions=_admit(rows, prompt_len, blocks_of_row),
