@@ -1,0 +1,52 @@
+"""How much memory the KV cache may take; a GPU's numbers are made up, as this needs none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rowcast.tests.worker.test_sharding import SMOLLM2
+from rowcast.worker.config import WorkerConfig
+from rowcast.worker.memory import activation_bytes, kv_cache_bytes
+from rowcast.worker.sharding import shard_of_rank
+
+GIB = 1024**3
+SHARD = shard_of_rank(SMOLLM2, 0, 1)
+
+
+def config(**options) -> WorkerConfig:
+    return WorkerConfig(model_dir="unread", max_model_len=1024, **options)
+
+
+def kv_bytes(device: str, **options) -> int:
+    return kv_cache_bytes(config(**options), SMOLLM2, SHARD, torch.bfloat16, torch.device(device))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 GiB, 50 free; torch holds 5 GiB of the rest, 2 of them unused."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
+
+
+def test_a_cpu_takes_half_a_gib_unless_told_otherwise():
+    assert kv_bytes("cpu") == 512 * 1024**2
+    assert kv_bytes("cpu", kv_cache_memory=12_345) == 12_345
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_takes_its_share_of_the_whole_less_what_is_in_use_and_what_a_step_needs():
+    """Other processes' memory counts as used: a share of what is free would grow with their absence."""
+    step = activation_bytes(config(), SMOLLM2, SHARD, itemsize=2)
+    assert 0 < step < GIB
+    in_use = 80 - (50 + 2)
+    assert kv_bytes("cuda", gpu_memory_utilization=0.75) == (60 - in_use) * GIB - step
+    assert kv_bytes("cuda", kv_cache_memory=GIB) == GIB
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_with_nothing_left_is_a_sentence():
+    with pytest.raises(
+        ValueError, match=r"gpu_memory_utilization 0\.3 of \d+ bytes leaves nothing"
+    ):
+        kv_bytes("cuda", gpu_memory_utilization=0.3)
