@@ -39,10 +39,6 @@ app.command("pull")(pull.pull)
 app.add_typer(bench.app, name="bench")
 
 
-class Terminated(BaseException):
-    """SIGTERM: cleaned up after exactly as Ctrl-C is. No KeyboardInterrupt, which typer would keep for itself."""
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         from .. import __version__
@@ -79,15 +75,25 @@ def run_command(arguments: list[str]) -> int:
 
 
 def run_guarded(call: Callable[[], int]) -> int:
-    """Run a program's body and turn whatever it raises into one line on stderr and an exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    """Run a program's body and turn whatever it raises into one line on stderr and an exit code.
+
+    SIGTERM is cleaned up after exactly as Ctrl-C is. Its handler raises a plain KeyboardInterrupt and leaves a mark:
+    Ray lets no other exception of a handler out of a wait, and typer turns even that one into a value.
+    """
+    terminated: list[int] = []
+
+    def terminate(signal_number: int, frame: FrameType | None) -> None:
+        terminated.append(signal_number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         code = call()
         sys.stdout.flush()
         return code
-    except Terminated:
-        return _say("stopped by SIGTERM", EXIT_TERMINATED)
     except (KeyboardInterrupt, typer.Abort):
+        if terminated:
+            return _say("stopped by SIGTERM", EXIT_TERMINATED)
         return _say("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # `rowcast ... | head`: the reader has what it wanted. Python would complain once more at exit.
@@ -97,10 +103,6 @@ def run_guarded(call: Callable[[], int]) -> int:
         return end.code if isinstance(end.code, int) else EXIT_FAILED
     except Exception as error:
         return _say_error(error)
-
-
-def _terminate(signal_number: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _say_error(error: Exception) -> int:
