@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
 from .config import SchedulerConfig
 from .front_messages import Submit
 from .kv_groups import KVGroupSpec, blocks_needed
+from .messages import MAX_REQUEST_ID_BYTES
 from .request import Request
 
 
@@ -33,8 +36,9 @@ class Door:
         max_tokens None asks for as many as fit: up to max_model_len or the whole pool, whichever is less. A request
         that asks for more than max_model_len allows ends there by length; one that asks for more than the pool is
         refused.
-        Raises: ValueError naming the limit.
+        Raises: ValueError naming the limit; TypeError if request_id is no string.
         """
+        _check_request_id(submit.request_id)
         max_model_len, who = self._config.max_model_len, f"request {submit.request_id}"
         num_prompt = len(submit.prompt_token_ids)
         if not num_prompt:
@@ -86,6 +90,22 @@ class Door:
             raise ValueError(
                 f"{what}: token id {outside} lies outside the vocabulary [0, {self._config.vocab_size})"
             )
+
+
+def _check_request_id(request_id: Any) -> None:
+    """The id travels to every worker: what the wire cannot carry would fail after the request was accepted."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id must be a string, got {reprlib.repr(request_id)}")
+    if not 0 < len(request_id) <= MAX_REQUEST_ID_BYTES:
+        raise ValueError(
+            f"request_id must have 1 to {MAX_REQUEST_ID_BYTES} characters, got {len(request_id)}"
+        )
+    try:
+        request_id.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"request_id {reprlib.repr(request_id)} is not valid Unicode; choose another"
+        ) from None
 
 
 def _most_tokens(groups: Sequence[KVGroupSpec], usable: int, limit: int) -> int:

@@ -32,7 +32,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from .messages import MAX_REQUEST_ID_BYTES, ProtocolError
+from .messages import MAX_REQUEST_ID_BYTES, ProtocolError, wire_text
 from .sampling_params import MAX_SEED, SamplingParams
 
 FRONT_PROTOCOL_VERSION = 1
@@ -163,7 +163,7 @@ def encode(message: FrontMessage) -> bytes:
             ]
         case Refused():
             kind = FrontKind.REFUSED
-            body = [message.number, int(message.reason), message.text]
+            body = [message.number, int(message.reason), wire_text(message.text)]
     packed = msgpack.packb([FRONT_PROTOCOL_VERSION, int(kind), *body], use_bin_type=True)
     assert packed is not None
     return packed

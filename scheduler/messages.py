@@ -187,6 +187,11 @@ def _bytes_of(array: np.ndarray | Sequence[Any], dtype: np.dtype[Any]) -> bytes:
     return np.ascontiguousarray(array, dtype).tobytes()
 
 
+def wire_text(text: str) -> str:
+    """Make any error text one that the wire carries: short, and valid Unicode whatever file name it quotes."""
+    return text.encode("utf-8", "backslashreplace").decode()[:MAX_ERROR_TEXT]
+
+
 def _pack(values: list[Any]) -> bytes:
     packed = msgpack.packb(values, use_bin_type=True)
     assert packed is not None
@@ -243,7 +248,7 @@ def encode_ready(*, epoch: int, rank: int) -> bytes:
 
 
 def encode_error(*, epoch: int, sequence: int, rank: int, text: str) -> bytes:
-    body = [rank, text[:MAX_ERROR_TEXT]]
+    body = [rank, wire_text(text)]
     return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.ERROR), sequence, *body])
 
 

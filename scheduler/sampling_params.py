@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 2.0
+MIN_TOP_P = 2.0**-126  # top_p travels as float32, which makes 0 of less, and no worker takes that
 MAX_STOP_TOKEN_IDS = 256
 
 
 def _integer(field: str, value: Any, low: int, high: int | None, allowed: str) -> int:
     if isinstance(value, bool):
-        raise ValueError(f"{field} must be {allowed}, got {value!r}")
+        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{field} must be {allowed}, got {value!r}") from None
+        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}") from None
     if number < low or (high is not None and number > high):
         raise ValueError(f"{field} must be {allowed}, got {number}")
     return number
@@ -27,11 +29,11 @@ def _integer(field: str, value: Any, low: int, high: int | None, allowed: str) -
 
 def _real(field: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool | str | bytes):
-        raise ValueError(f"{field} must be {allowed}, got {value!r}")
+        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{field} must be {allowed}, got {value!r}") from None
+        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}") from None
     if not math.isfinite(number):
         raise ValueError(f"{field} must be {allowed}, got {number}")
     return number
@@ -43,7 +45,7 @@ class SamplingParams:
 
     temperature: 0 is greedy; otherwise logits are divided by it, in [0, 2].
     top_k: keep the k most likely tokens; 0 or -1 keeps all. top_p: keep the smallest set whose probability
-        reaches top_p, in (0, 1]. Order: temperature, then k, then p.
+        reaches top_p, in (0, 1]; anything below 2**-126 counts as that. Order: temperature, then k, then p.
     seed: in [0, 2**63); None draws one when the request is submitted. The token at a position depends on the seed,
         the position and the vocabulary id alone, never on the batch it shares.
     max_tokens: output tokens at most, at least 1; None means up to max_model_len.
@@ -74,7 +76,7 @@ class SamplingParams:
         top_p = _real("top_p", self.top_p, allowed)
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must be {allowed}, got {top_p}")
-        put("top_p", top_p)
+        put("top_p", max(top_p, MIN_TOP_P))
         top_k = _integer(
             "top_k", self.top_k, -1, 2**31 - 1, "an integer, at least 1, or 0 or -1 for all tokens"
         )
@@ -85,11 +87,13 @@ class SamplingParams:
             allowed = "an integer, at least 1, or None for as many as fit"
             put("max_tokens", _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, allowed))
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+            raise ValueError(
+                f"ignore_eos must be True or False, got {reprlib.repr(self.ignore_eos)}"
+            )
         allowed = "a list of token ids (integers, at least 0)"
         ids = self.stop_token_ids
         if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
-            raise ValueError(f"stop_token_ids must be {allowed}, got {ids!r}")
+            raise ValueError(f"stop_token_ids must be {allowed}, got {reprlib.repr(ids)}")
         ids = tuple(ids)
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(

@@ -9,7 +9,7 @@ from rowcast.tests.scheduler.fakes import FRONT, Bench
 
 
 def long_prompt() -> Bench:
-    """S10's set-up: 8 blocks, 16 tokens a step, a prompt of 64."""
+    """S10: 8 blocks, 16 tokens a step, a prompt of 64."""
     bench = Bench(usable=8, max_num_batched_tokens=16)
     bench.add(64, max_tokens=4)
     return bench
@@ -22,6 +22,7 @@ def test_cancelling_while_queued():
         bench.add(10)
     for number in range(10):
         assert bench.abort(number)
+        assert not bench.scheduler.is_live(FRONT, number)
         assert len(bench.waiting) == bench.scheduler.num_unfinished == 9 - number
     assert bench.issue() is None
     assert bench.drain() == [(number, -1) for number in range(10)]
@@ -29,7 +30,7 @@ def test_cancelling_while_queued():
 
 
 def test_abort_before_the_first_step_is_not_told_to_workers():
-    """S10 (a)."""
+    """S10 (a): a request that never had a row or a block raised when they were given back."""
     bench = long_prompt()
     bench.abort(0)
     assert bench.issue() is None
@@ -55,24 +56,27 @@ def test_abort_between_chunks_frees_the_row_in_the_next_message():
 
 def test_abort_after_preemption_frees_nothing_twice():
     """S10 (c): the row went with the preemption, the queue entry goes now."""
-    bench = Bench(usable=10, max_num_batched_tokens=200)
-    bench.add(80, max_tokens=16)
-    bench.add(80, max_tokens=16)
-    bench.step()
-    bench.step()
-    assert bench.waiting == [1]
+    bench = Bench(usable=8, max_num_batched_tokens=16)
+    elder = bench.add(63, max_tokens=20)
+    bench.add(64, max_tokens=4)
+    while not bench.scheduler.num_preemptions:  # the elder opens its fifth block, then R its fourth
+        bench.step()
+    assert (bench.running, bench.waiting, bench.free) == ([elder], [1], 8 - 5)
     assert bench.last_step.freed_rows.tolist() == [1]
     bench.abort(1)
-    assert bench.waiting == []
+    assert (bench.waiting, bench.free) == ([], 8 - 5)
     bench.step()
     assert bench.last_step.freed_rows.tolist() == []
-    bench.run()
-    assert len(bench.outputs[1]) == 1
+    bench.abort(elder)
+    assert bench.free == 8
+    assert bench.step() == {}
+    assert bench.issue() is None
+    assert bench.ends == {elder: FinishCode.ABORT, 1: FinishCode.ABORT}
     bench.check_empty()
 
 
 def test_unknown_and_ended_numbers_are_ignored():
-    """S10 (d); abort that comes too late."""
+    """S10 (d): an id that nobody has, or no longer, was a KeyError for everyone."""
     bench = long_prompt()
     assert not bench.abort(7)
     assert not bench.scheduler.abort(b"nobody", 0)

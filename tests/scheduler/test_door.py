@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
+
+import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.door import QueueFull
 from rowcast.scheduler.front_messages import FinishCode
+from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.tests.scheduler.fakes import VOCAB_SIZE, Bench, group
 
 
@@ -80,9 +86,9 @@ def test_an_empty_prompt_is_refused_and_the_next_is_served():
 def test_ids_outside_the_vocabulary_are_refused(token):
     """F06: an embedding lookup outside the table is a device assert that kills every request."""
     bench = Bench()
-    for given in ({"prompt": [1, token]}, {"prompt": [1], "outputs": [2, token]}):
+    for bad in ({"prompt": [1, token]}, {"prompt": [1], "outputs": [2, token]}):
         with pytest.raises(ValueError, match=rf"token id {token} .* \[0, {VOCAB_SIZE}\)"):
-            bench.add(**given)
+            bench.add(**bad)
     if token > 0:
         with pytest.raises(ValueError, match=f"stop ids: token id {token}"):
             bench.add([1], stop_token_ids=(5, token))
@@ -92,13 +98,60 @@ def test_ids_outside_the_vocabulary_are_refused(token):
 
 @pytest.mark.parametrize("max_tokens", [0, -1])
 def test_max_tokens_below_one_is_refused(max_tokens):
-    """S16."""
+    """S16: 0 and -1 reached the scheduler, which found no last token to stop at."""
     with pytest.raises(ValueError, match="max_tokens must be an integer, at least 1"):
         Bench().add(10, max_tokens=max_tokens)
 
 
+@given(
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(-1, 2**31 - 1),
+    seed=st.integers(0, 2**63 - 1),
+)
+@example(temperature=1.0, top_p=5e-324, top_k=2**31 - 1, seed=2**63 - 1)
+@example(temperature=5e-324, top_p=1 - 2**-53, top_k=-1, seed=0)
+@settings(max_examples=60, deadline=None)
+def test_what_the_door_takes_the_workers_take(temperature, top_p, top_k, seed):
+    """F06: top_p 1e-50 passed the door, became 0 as float32 on the wire, and the workers' refusal ended the engine."""
+    bench = Bench(max_num_seqs=1)
+    bench.add(2, max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    assert bench.step() == {0: 2}
+    assert 0 < bench.worker.state.requests.top_p[0] <= 1
+    assert 0 <= bench.worker.state.requests.temperature[0] <= 2
+    assert bench.worker.state.requests.seeds[0] == seed
+
+
+def test_the_least_top_p_is_a_float32():
+    assert SamplingParams(top_p=5e-324).top_p == np.finfo(np.float32).tiny
+    assert SamplingParams(top_p=0.25).top_p == 0.25
+
+
+@pytest.mark.parametrize(
+    ("request_id", "error", "said"),
+    [
+        (12345, TypeError, "request_id must be a string, got 12345"),
+        (uuid.UUID(int=7), TypeError, "request_id must be a string, got UUID"),
+        (b"bytes", TypeError, "request_id must be a string, got b'bytes'"),
+        ("", ValueError, "must have 1 to 256 characters, got 0"),
+        ("x" * 1_000_000, ValueError, "must have 1 to 256 characters, got 1000000"),
+        ("id-\ud800", ValueError, "is not valid Unicode"),
+    ],
+    ids=["int", "UUID", "bytes", "empty", "1 MB", "surrogate"],
+)
+def test_a_request_id_that_the_wire_cannot_carry_is_refused(request_id, error, said):
+    """E-03, S12, W12: accepted, it failed when the step that admits it was encoded, and took everyone down."""
+    bench = Bench()
+    with pytest.raises(error, match=said) as caught:
+        bench.add(5, request_id=request_id)
+    assert len(str(caught.value)) < 200, "an error must not echo the id"
+    assert bench.scheduler.num_remembered == 0
+    bench.add(5, number=1, max_tokens=1, request_id="x" * 256)
+    assert bench.step() == {1: 5}
+
+
 def test_a_refused_request_takes_nobody_down():
-    """E-04: the healthy one added next runs in the following step."""
+    """E-04: one that cannot be prepared ended the engine; the healthy one added next runs in the following step."""
     bench = Bench()
     bench.add(5, max_tokens=5)
     bench.step()

@@ -93,7 +93,7 @@ NUMBERS = st.lists(st.integers(0, 2**63 - 1), max_size=9).map(lambda v: np.array
 )
 @settings(max_examples=300, deadline=None)
 def test_a_message_comes_back_as_it_was_sent(message):
-    """W12."""
+    """W12: a value that MessagePack changes on the way fails, or means something else, after it was accepted."""
     assert_same(message, decode(encode(message)))
 
 
@@ -119,6 +119,33 @@ def test_a_seed_that_no_int64_holds_is_refused_before_it_is_sent(seed):
         SamplingParams(seed=seed)
 
 
+def test_the_largest_seed_comes_back_as_it_was_sent():
+    """W12: 2**63 - 1 is the last that int64 holds, and a double would round it up."""
+    message = submit(seed=2**63 - 1, params=SamplingParams(seed=np.int64(2**63 - 1)))
+    assert decode(encode(message)).seed == message.params.seed == 2**63 - 1
+
+
+def test_an_error_text_of_any_kind_can_be_sent():
+    """W12: an error that quotes a file name which is not valid Unicode could not be told to anyone."""
+    text = "cannot read model-\udcff.safetensors"
+    refused = decode(encode(Refused(number=3, reason=RefusalReason.ENGINE_FAILED, text=text)))
+    assert refused.text == "cannot read model-\\udcff.safetensors"
+    assert (
+        len(decode(encode(Refused(number=3, reason=RefusalReason.INVALID, text="x" * 2**21))).text)
+        < 2**20
+    )
+
+
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "top_k", "max_tokens", "seed", "ignore_eos"]
+)
+def test_the_error_of_a_bad_parameter_does_not_echo_it(field):
+    """F10: a megabyte sent is a megabyte told, to whoever reads the error and in every log."""
+    with pytest.raises(ValueError, match=field) as caught:
+        SamplingParams(**{field: "hot" * 400_000})
+    assert len(str(caught.value)) < 200
+
+
 def wire(message) -> list:
     return msgpack.unpackb(encode(message))
 
@@ -134,8 +161,10 @@ def wire(message) -> list:
         (2, -1, "submit: number must be an integer"),
         (2, 2**63, "submit: number must be an integer"),
         (3, b"short", "submit_key must be bin of 24 bytes"),
+        (3, "k" * 24, "submit_key must be bin of 24 bytes"),
         (4, "x" * 257, "request_id must be a string of at most 256"),
         (4, 12345, "request_id must be a string"),
+        (4, b"chat-17", "request_id must be a string"),
         (5, b"123", "prompt_token_ids must be bin"),
         (5, [1, 2], "prompt_token_ids must be bin"),
         (7, 2**63, "submit: seed"),

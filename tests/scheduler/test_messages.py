@@ -203,6 +203,13 @@ def test_the_small_messages_come_back_as_they_were_sent():
     )
 
 
+def test_an_error_that_quotes_anything_at_all_is_reported():
+    """W12: a rank whose error names a file that is not valid Unicode died in silence, and the others waited."""
+    text = "cannot read model-\udcff.safetensors"
+    report = decode_report(messages.encode_error(epoch=9, sequence=4, rank=3, text=text))
+    assert report.text == "cannot read model-\\udcff.safetensors"
+
+
 def test_a_mask_comes_back_as_it_was_sent():
     mask = Mask(step_sequence=6, rows=i32(4, 1), bits=i32(1, -1, 2, -(2**31), 0, 7).reshape(2, 3))
     frame = decode_frame(messages.encode_mask(mask, epoch=1, sequence=7))

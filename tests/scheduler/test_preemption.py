@@ -153,7 +153,8 @@ def test_the_late_token_of_a_preempted_request_is_kept():
 def test_a_preempted_request_waits_for_its_steps_in_flight_and_is_not_overtaken():
     """A-06: resumed at once, the position whose token is in flight would be sampled twice.
 
-    S-15 steps over a blocked head; ours keeps everyone behind it, since what it waits for is one step away.
+    S-15 steps over a blocked head; ours keeps everyone behind it, since what it waits for is one step away. S22: a step
+    with one blocked request, and one that ended and whose row must be told.
     """
     bench = Bench(usable=10, max_num_batched_tokens=200, depth=3)
     bench.add(80, max_tokens=2)
@@ -165,6 +166,7 @@ def test_a_preempted_request_waits_for_its_steps_in_flight_and_is_not_overtaken(
     assert (
         bench.issue() == {}
     )  # r0's last token is in flight: freed. All blocks are free, r1 has a step in flight.
+    assert bench.last_step.freed_rows.tolist() == [0]
     assert bench.free == 10
     assert bench.waiting == [1, 2]
     bench.settle()

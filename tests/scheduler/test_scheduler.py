@@ -20,7 +20,7 @@ EOS = 3
 
 
 def test_everyone_who_fits_starts_in_arrival_order():
-    """S-01."""
+    """S-01: a row that is skipped or taken out of order makes a request wait though there is room for it."""
     bench = Bench()
     for number in range(10):
         bench.add([number] * 10)
@@ -30,6 +30,28 @@ def test_everyone_who_fits_starts_in_arrival_order():
     assert bench.waiting == []
     assert bench.last_step.freed_rows.tolist() == []
     assert bench.last_step.admissions.request_ids == tuple(f"r{number}" for number in range(10))
+    assert bench.num_tokens_run == 100
+
+
+def test_running_and_waiting_are_counted_through_a_life():
+    """E-01: a request counted in two queues, or in none, is one that nobody runs or that ends twice."""
+    bench = Bench()
+
+    def counts() -> tuple[int, int]:
+        assert bench.scheduler.num_unfinished == len(bench.waiting) + len(bench.running)
+        return len(bench.waiting), bench.scheduler.num_running
+
+    seen = []
+    for num_added in (1, 1, 2):
+        for _ in range(num_added):
+            bench.add(10)
+        seen.append(counts())
+        bench.step()
+        seen.append(counts())
+    assert seen == [(1, 0), (0, 1), (1, 1), (0, 2), (2, 2), (0, 4)]
+    bench.run()
+    assert counts() == (0, 0)
+    bench.check_all_ended()
 
 
 def test_the_token_budget_bounds_admission():
@@ -66,15 +88,24 @@ def test_nobody_overtakes_the_head_of_the_queue():
 
 
 def test_a_head_that_lacks_blocks_is_not_overtaken():
-    """L01: strict first come first served; small ones that would fit now wait, so that the head's turn comes."""
-    bench = Bench(usable=10)
-    bench.add(6 * 16, max_tokens=2)
+    """L01: an endless stream of requests of 2 blocks kept one of 40 waiting for ever. Here nobody overtakes it.
+
+    64 blocks, 10 of them free: a ends after its second token and gives 30 back, b after its fifth, 24.
+    """
+    bench = Bench(usable=64, max_model_len=1024)
+    a = bench.add(30 * 16 - 1, max_tokens=2)
+    b = bench.add(24 * 16 - 4, max_tokens=5)
     bench.step()
-    bench.add(5 * 16, max_tokens=2)
-    bench.add(4, max_tokens=2)
-    assert bench.free == 10 - 6
-    assert bench.step() == {0: 1}
-    assert bench.step() == {1: 5 * 16, 2: 4}
+    assert bench.free == 10
+    head = bench.add(40 * 16, max_tokens=1)
+    small = [bench.add(20, max_tokens=1) for _ in range(2)]
+    assert bench.step() == {a: 1, b: 1}
+    small.append(bench.add(20, max_tokens=1))
+    assert bench.step() == {b: 1, head: 40 * 16}  # 10 + 30 blocks, all of them the head's
+    small.append(bench.add(20, max_tokens=1))
+    assert bench.step() == {b: 1} | dict.fromkeys(small, 20)
+    bench.run()
+    bench.check_all_ended()
 
 
 def test_a_prompt_is_admitted_only_if_all_of_its_blocks_are_free():
@@ -85,6 +116,17 @@ def test_a_prompt_is_admitted_only_if_all_of_its_blocks_are_free():
     bench.run()
     assert bench.scheduler.num_preemptions == 0
     assert bench.issued == {0: 160 + 16 - 1, 1: 200 + 4 - 1}
+    bench.check_all_ended()
+
+
+def test_two_prompts_of_six_tenths_of_the_pool_run_one_after_the_other():
+    """E-07: admitted by their first chunks, they computed against each other and neither came to an end."""
+    bench = Bench(usable=10, max_num_batched_tokens=32)
+    for _ in range(2):
+        bench.add(6 * 16, max_tokens=4)
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+    assert bench.issued == {0: 96 + 3, 1: 96 + 3}
     bench.check_all_ended()
 
 
@@ -252,7 +294,7 @@ def test_a_stop_id_of_one_request_does_not_end_another():
 
 
 def test_a_step_without_tokens_tells_workers_who_ended():
-    """S13, S22: with nothing else to do, the last end still has to reach the workers."""
+    """S13: with nothing else to do, the last end still has to reach the workers: "no requests" once meant no update."""
     bench = Bench()
     bench.add(5, max_tokens=1)
     assert bench.step() == {0: 5}
@@ -264,11 +306,13 @@ def test_a_step_without_tokens_tells_workers_who_ended():
 
 
 def test_a_thousand_requests_one_after_another_leave_nothing():
-    """S13, S-08: rows, blocks and every entry of every dictionary come back, half of them after a single token."""
+    """S13: workers kept the rows of requests that ended before an idle time; half of these end after a single token."""
     bench = Bench(max_num_seqs=4)
     for number in range(1000):
         bench.add(3 + number % 40, max_tokens=1 if number % 2 else 3)
         bench.run()
+        assert not bench.worker.state.requests.live.any()
+        assert bench.free == 9_999
         bench.scheduler.forget(b"front", [number])
         assert bench.scheduler.num_remembered == 0
     bench.check_all_ended()
@@ -286,12 +330,16 @@ def test_an_end_that_is_not_acknowledged_stays_known():
 
 
 def test_overlapping_requests_leave_nothing():
-    """S-08: one added per step, five in all."""
-    bench = Bench(eos_token_ids=(EOS,))
+    """S-08: one added per step, five in all; each gives its row, blocks and entries back while others run."""
+    bench = Bench(vocab_size=1001, model=lambda seed, tokens: 1000)
     for _ in range(5):
         bench.add(10, max_tokens=10)
         bench.step()
     bench.run()
+    assert bench.outputs == {number: [1000] * 10 for number in range(5)}
+    assert bench.free == 9_999
+    assert not bench.scheduler.pool.ref_counts.any()
+    assert not any(counts.any() for counts in bench.scheduler.blocks.num_blocks)
     bench.check_all_ended()
 
 
