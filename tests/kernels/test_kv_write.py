@@ -41,7 +41,7 @@ def test_slot_207_is_block_12_offset_15(kernel):
 
 
 def test_slot_minus_one_leaves_the_last_slot_alone(kernel):
-    """-1 // block_size is the last block when taken for an index (vLLM 43810, SGLang 32477)."""
+    """W06: -1 // block_size is the last block when taken for an index (vLLM 43810, SGLang 32477)."""
     marker = 3.25
     key, value = keys_values(8, 2, 8)
     key_cache, value_cache, pool = caches(4, 2, 4, 8, marker)
@@ -54,6 +54,7 @@ def test_slot_minus_one_leaves_the_last_slot_alone(kernel):
 
 
 def test_exactly_the_given_slots_change_in_a_cache_of_nan(kernel):
+    """K-06: 8 tokens to slots 16 to 21 and twice to none; a write beside them is another request's KV."""
     key, value = keys_values(8, 2, 8)
     key_cache, value_cache, pool = caches(4, 2, 8, 8, NAN)
     kernel("kv_write")(key, value, key_cache, value_cache, i64(*range(16, 22), -1, -1))
@@ -64,7 +65,7 @@ def test_exactly_the_given_slots_change_in_a_cache_of_nan(kernel):
 
 
 def test_two_groups_of_one_pool_never_overlap(kernel):
-    """Group A has 2 heads of 8 and blocks of 4 tokens, group B 1 head of 8 and blocks of 8: one pool block each."""
+    """K-06. Group A has 2 heads of 8 and blocks of 4 tokens, group B 1 head of 8 and blocks of 8: one pool block each."""
     pool = torch.full((6, 2 * 2 * 4 * 8), NAN)
     group_a = pool.view(6, 2, 2, 4, 8)
     group_b = pool.view(6, 2, 1, 8, 8)
@@ -92,6 +93,7 @@ def test_two_groups_of_one_pool_never_overlap(kernel):
 
 @pytest.mark.parametrize("head_dim", [41, 64, 80, 96, 112, 128, 160, 192, 256])
 def test_head_dim_need_not_be_a_power_of_two(kernel, reference, head_dim):
+    """K07: the padded lanes of a write land on the next slot's first numbers."""
     key, value = keys_values(5, 3, head_dim)
     got, wanted = (caches(4, 3, 7, head_dim, NAN) for _ in range(2))
     slots = i64(27, 0, -1, 13, 14)

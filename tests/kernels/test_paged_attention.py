@@ -60,7 +60,7 @@ def test_equals_torch_s_own_attention(kernel, paged_case):
 def test_nan_past_the_sequence_and_junk_in_the_table_stay_out(
     kernel, reference, paged_case, query_len
 ):
-    """A masked weight of 0 times NaN is NaN (vLLM 47305, flash-attention 1745): V must be masked where it is read."""
+    """K01: a masked weight of 0 times NaN is NaN (vLLM 47305, flash-attention 1745): mask V where it is read."""
     case = paged_case([20], [query_len], num_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
     last_block = case.pool[int(case.block_table[0, 1]), 1]
     assert last_block[:, :, 4:].isnan().all()
@@ -100,7 +100,7 @@ def test_a_padded_request_with_tokens_but_no_keys_writes_nothing(kernel, paged_c
 def test_every_query_head_reads_the_kv_head_of_its_group(
     kernel, paged_case, num_heads, num_kv_heads, query_lens
 ):
-    """Group 24 bled into the next KV head, groups over 16 divided by zero (vLLM 47248, 23424)."""
+    """K06: group 24 bled into the next KV head, groups over 16 divided by zero (vLLM 47248, 23424)."""
     case = paged_case(
         [5, 3],
         query_lens,
@@ -119,6 +119,7 @@ def test_every_query_head_reads_the_kv_head_of_its_group(
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), GROUPS)
 def test_groups_hold_in_bfloat16(paged_case, num_heads, num_kv_heads):
+    """K06 in the dtype that GPUs serve in, whose tiles are others."""
     from rowcast.kernels.paged_attention import paged_attention
 
     case = paged_case(
@@ -142,7 +143,10 @@ def test_groups_hold_in_bfloat16(paged_case, num_heads, num_kv_heads):
 
 @pytest.mark.parametrize("head_dim", [1, 7, 41, 48, 64, 80, 96, 112, 128, 160, 192, 256])
 def test_any_head_dim(kernel, reference, paged_case, head_dim):
-    """Query and output have a gap behind each token, NaN in the one and a marker in the other (`attend` looks)."""
+    """K07: padded to a power of two, a kernel read and wrote the neighbour's numbers (SGLang 1159, vLLM 4127).
+
+    Query and output have a gap behind each token, NaN in the one and a marker in the other (`attend` looks).
+    """
     case = paged_case([5, 19], [1, 3], num_heads=3, num_kv_heads=1, head_dim=head_dim, block_size=8)
     got = case.attend(kernel("paged_attention"))
     assert got.isfinite().all()
@@ -153,6 +157,7 @@ def test_any_head_dim(kernel, reference, paged_case, head_dim):
 def test_any_block_size_gives_the_same_result_on_the_same_kv(
     kernel, reference, paged_case, block_size
 ):
+    """K08: kernels that took a page for a tile were wrong, or refused, at sizes they were not made for (vLLM 21197)."""
     seq_lens = [max(block_size - 1, 1), block_size, block_size + 1, 2 * block_size]
     case, one_page = (
         paged_case(

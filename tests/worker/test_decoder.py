@@ -88,6 +88,16 @@ def test_token_budget_and_block_size_change_no_token(tmp_path: Path, rank_pool: 
         assert tokens == [expected] * len(cases)
 
 
+def test_any_chunk_size_gives_the_tokens_of_whole_prompts(tmp_path: Path):
+    """C-06: 34 prompts, 30 tokens each; a chunk that attends one key too few, or writes one slot off, shows later."""
+    folder = make_llama(tmp_path, **heads(3, 3, 48))
+    prompts = random_prompts(34, vocab_size=199, longest=20)
+    whole = generate(make_runner(folder, max_num_seqs=34), prompts, greedy(30))
+    for budget in (1, 7, 16, 17, 48):
+        runner = make_runner(folder, max_num_seqs=34, max_num_batched_tokens=budget)
+        assert generate(runner, prompts, greedy(30)) == whole, budget
+
+
 def test_a_pool_too_small_for_all_preempts_and_changes_no_token(tmp_path: Path):
     folder = make_llama(tmp_path, **heads(2, 2, 48))
     prompts = random_prompts(8, vocab_size=199, longest=30)
