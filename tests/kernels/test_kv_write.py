@@ -65,7 +65,7 @@ def test_exactly_the_given_slots_change_in_a_cache_of_nan(kernel):
 
 
 def test_two_groups_of_one_pool_never_overlap(kernel):
-    """K-06. Group A has 2 heads of 8 and blocks of 4 tokens, group B 1 head of 8 and blocks of 8: one pool block each."""
+    """K-06: group A has 2 heads of 8 and blocks of 4 tokens, B 1 head of 8 and blocks of 8, one pool block each."""
     pool = torch.full((6, 2 * 2 * 4 * 8), NAN)
     group_a = pool.view(6, 2, 2, 4, 8)
     group_b = pool.view(6, 2, 1, 8, 8)
