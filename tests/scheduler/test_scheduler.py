@@ -168,6 +168,21 @@ def test_a_long_prompt_does_not_starve_a_decode():
     assert bench.step() == {0: 1, 1: 1}
 
 
+def test_a_newcomer_waits_for_the_long_prompt_before_it():
+    """S19: without a cap per request the default is arrival order. N first runs in step 12; D never misses a token."""
+    bench = Bench(max_num_batched_tokens=16)
+    decode = bench.add(4, max_tokens=40)
+    bench.step()
+    long = bench.add(160)
+    steps = [bench.step()]
+    newcomer = bench.add(8)
+    steps += [bench.step() for _ in range(11)]  # the first of them is step 3
+    assert steps[:10] == [{decode: 1, long: 15}] * 10
+    assert steps[10] == {decode: 1, newcomer: 5, long: 10}
+    assert steps[11] == {decode: 1, long: 1, newcomer: 3}
+    assert (len(bench.outputs[newcomer]), len(bench.outputs[decode])) == (1, 13)
+
+
 @pytest.mark.parametrize("budget", [1, 7, 16, 17, 48])
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 def test_chunk_and_block_sizes_do_not_change_tokens(budget, block_size):
