@@ -118,7 +118,7 @@ def show_table(console: Console, answers: list[Answer], seconds: float) -> None:
     from rich.table import Table
 
     table = Table(title="what it took")
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=34)
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=30)
     for column in ("tokens", "first token", "tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("end", no_wrap=True)
