@@ -142,10 +142,12 @@ def _use_token(*, force: bool = False) -> None:
     """Turn token authentication on for this process. Ray has read the mode by now if it is loaded: it reads again."""
     if force or "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray import _raylet
 
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    core: Any = _raylet  # compiled: a type checker sees nothing of it
+
+    core.Config.initialize("")
+    core.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _quiet() -> None:
@@ -178,7 +180,8 @@ def _existing_connection(address: str | None) -> RaySession | None:
     from ray.util.client import ray as ray_client
 
     if ray_client.is_connected():
-        current = ray_client.get_context().client_worker._conn_str
+        worker: Any = ray_client.get_context().client_worker
+        current = worker._conn_str
         current = f"ray://{current}"
     elif ray.is_initialized():
         current = ray.get_runtime_context().gcs_address
@@ -250,11 +253,15 @@ def _join(address: str, origin: str) -> None:
 def _join_as_client(address: str, origin: str) -> None:
     import ray
     from ray.util.client import ray as ray_client
+    from ray.util.client.logsclient import LogstreamClient
 
+    # Leaving waits for the log stream, which a server that never came up keeps open for half a minute.
+    LogstreamClient.close = _close_log_stream
     for attempt in range(_CLIENT_ATTEMPTS):
         try:
             ray.init(address=address, namespace=RAY_NAMESPACE)
-            ray_client.get_context().client_worker.log_client.disable_logs()
+            worker: Any = ray_client.get_context().client_worker
+            worker.log_client.disable_logs()
             return
         except Exception as error:
             with contextlib.suppress(Exception):  # half a connection: Ray may not know it
@@ -265,6 +272,12 @@ def _join_as_client(address: str, origin: str) -> None:
             ):
                 continue
             raise ValueError(_sentence(error, address, origin)) from error
+
+
+def _close_log_stream(self: Any) -> None:
+    """Stands in for Ray's: the same, but the thread (a daemon) is not waited for."""
+    self.request_queue.put(None)
+    self.log_thread.join(timeout=0.5)
 
 
 def _probe(address: str, origin: str) -> None:
@@ -281,7 +294,7 @@ def _probe(address: str, origin: str) -> None:
         )
         raise ValueError(f"nothing answers at {address} ({origin}); {remedy}")
     import grpc
-    import ray
+    import ray.exceptions
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import (
         gcs_service_pb2,
@@ -290,16 +303,18 @@ def _probe(address: str, origin: str) -> None:
         ray_client_pb2_grpc,
     )
 
+    gcs: Any = gcs_service_pb2  # generated: a type checker sees nothing of these two
+    client: Any = ray_client_pb2
     is_client = address.startswith("ray://")
     channel: Any = init_grpc_channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     try:
         if is_client:
-            request = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)
+            request = client.ClusterInfoRequest(type=client.ClusterInfoType.PING)
             stub: Any = ray_client_pb2_grpc.RayletDriverStub(channel)
             stub.ClusterInfo(request, timeout=_PROBE_TIMEOUT_S)
         else:
             stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-            reply = stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_PROBE_TIMEOUT_S)
+            reply = stub.CheckAlive(gcs.CheckAliveRequest(), timeout=_PROBE_TIMEOUT_S)
             if reply.ray_version and reply.ray_version != ray.__version__:
                 raise ValueError(
                     f"the cluster at {address} runs Ray {reply.ray_version} and this process Ray {ray.__version__}; "

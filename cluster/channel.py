@@ -17,6 +17,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -86,10 +87,14 @@ def _milliseconds(timeout_s: float | None) -> int | None:
     return None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1000)
 
 
+def _is_readable(socket: zmq.Socket) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
 def _poll(socket: zmq.Socket, timeout_s: float | None) -> bool:
     """Wait until the socket can be read, or timeout_s is over."""
     if timeout_s == 0:
-        return bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return _is_readable(socket)
     return bool(socket.poll(_milliseconds(timeout_s), zmq.POLLIN))
 
 
@@ -205,7 +210,8 @@ class FrontDealer:
     """A front's side, for an event loop: all calls from that loop's thread."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, front_id: bytes):
-        self._dealer = _new_socket(context, zmq.DEALER, max_message_bytes=MAX_FRONT_MESSAGE_BYTES)
+        dealer: Any = _new_socket(context, zmq.DEALER, max_message_bytes=MAX_FRONT_MESSAGE_BYTES)
+        self._dealer: zmq.asyncio.Socket = dealer
         self._dealer.setsockopt(zmq.ROUTING_ID, front_id)
         _connect(self._dealer, address)
 
@@ -242,7 +248,7 @@ class Waiter:
 
     def wait(self, timeout_s: float | None) -> None:
         self._poller.poll(_milliseconds(timeout_s))
-        while self._woken.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while _is_readable(self._woken):
             self._woken.recv(zmq.NOBLOCK)
 
     def wake(self) -> None:

@@ -420,7 +420,7 @@ class Client:
 
         Raises: EngineFailed, one sentence, when it cannot be reached any more.
         """
-        import ray
+        import ray.exceptions
 
         try:
             return ray.get(method.remote(*arguments), timeout=_CALL_TIMEOUT_S)

@@ -126,7 +126,7 @@ def engine_status(name: str = "default", address: str | None = None) -> dict[str
         scheduler = _actor(f"{name}/scheduler")
         if scheduler is None:
             raise ValueError(_unknown(name, session))
-        import ray
+        import ray.exceptions
 
         try:
             status = _get(scheduler.status.remote())
@@ -154,7 +154,7 @@ def wait_engine(name: str, timeout_s: float | None = None) -> str | None:
 
     Returns: `STOPPED` when someone stopped it; any other sentence is a failure.
     """
-    import ray
+    import ray.exceptions
 
     scheduler = _actor(f"{name}/scheduler")
     if scheduler is None:
@@ -251,7 +251,7 @@ def _create_scheduler(
 
 def _is_of(name: str, reserved: placement.Placement) -> bool:
     """Whether the scheduler of that name is the one that this start made, however far it came."""
-    import ray
+    import ray.exceptions
 
     scheduler = _actor(f"{name}/scheduler")
     if scheduler is None:
@@ -271,7 +271,7 @@ def _follow(
 
     Raises: ValueError or EngineFailed with the sentence it ended with.
     """
-    import ray
+    import ray.exceptions
 
     seen = 0
     while True:
@@ -296,7 +296,7 @@ def _follow(
 
 def _take_down(name: str) -> bool:
     """End the engine's actors and remove its placement group; whether there was anything. Connected already."""
-    import ray
+    import ray.exceptions
 
     found = False
     scheduler = _actor(f"{name}/scheduler")
@@ -324,14 +324,15 @@ def _take_down(name: str) -> bool:
     return found
 
 
-def _actor_names(name: str) -> list[str]:
-    import ray
+def _all_actor_names() -> list[str]:
+    from ray.util import list_named_actors
 
-    return [
-        entry["name"]
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == RAY_NAMESPACE and entry["name"].startswith(f"{name}/")
-    ]
+    entries: list[Any] = list_named_actors(all_namespaces=True)
+    return [entry["name"] for entry in entries if entry["namespace"] == RAY_NAMESPACE]
+
+
+def _actor_names(name: str) -> list[str]:
+    return [full for full in _all_actor_names() if full.startswith(f"{name}/")]
 
 
 def _actor(full_name: str) -> Any:
@@ -373,12 +374,10 @@ def _reach(name: str, address: str | None) -> RaySession:
 
 
 def _unknown(name: str, session: RaySession) -> str:
-    import ray
-
     others = sorted(
-        entry["name"].removesuffix("/scheduler")
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == RAY_NAMESPACE and entry["name"].endswith("/scheduler")
+        full.removesuffix("/scheduler")
+        for full in _all_actor_names()
+        if full.endswith("/scheduler")
     )
     known = f"; there is {', '.join(others)} (--name)" if others else ""
     return f"no engine named {name!r} runs on the Ray cluster at {session.address}{known}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import ray.exceptions
 import zmq.asyncio
 
 from ..scheduler.config import SchedulerConfig
@@ -282,7 +283,7 @@ class Front:
                 event.set()
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=10_000)
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=10_000)  # pyright: ignore[reportCallIssue]
 class FrontActor:
     """`Front` as an actor. Never on the token path of the scheduler's process: it talks to that by socket."""
 

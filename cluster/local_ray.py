@@ -146,7 +146,7 @@ def start_head(
         check_client_port(client_port)
     ensure_token()
     for attempt in range(3):
-        head, process = _spawn_head(name, client_port)
+        head, process = _spawn_head(name, client_port, use_defaults=attempt == 0)
         try:
             if record is not None:
                 record(head)
@@ -165,10 +165,12 @@ class _PortTaken(RuntimeError):
     pass
 
 
-def _spawn_head(name: str, client_port: int | None) -> tuple[HeadRecord, subprocess.Popen[bytes]]:
+def _spawn_head(
+    name: str, client_port: int | None, *, use_defaults: bool
+) -> tuple[HeadRecord, subprocess.Popen[bytes]]:
     taken: set[int] = set()
-    gcs = _free_port(_DEFAULT_GCS_PORT, taken)
-    client = client_port or _free_port(_DEFAULT_CLIENT_PORT, taken)
+    gcs = _free_port(_DEFAULT_GCS_PORT if use_defaults else None, taken)
+    client = client_port or _free_port(_DEFAULT_CLIENT_PORT if use_defaults else None, taken)
     agent = _free_port(None, taken)
     temp_dir = tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir="/tmp")  # short: unix sockets lie in it
     log_file = state_folder() / f"{name}-ray.log"
@@ -209,15 +211,32 @@ def _wait_until_up(head: HeadRecord, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < deadline:
         log = Path(head.log_file).read_text(errors="replace")
         if process.poll() is not None:
-            kind = _PortTaken if "already in use" in log or "in use" in log else RuntimeError
+            # The second text: its GCS port went to another head that started at the same moment.
+            clash = "in use" in log or "does not match persisted value" in log
+            kind = _PortTaken if clash else RuntimeError
             raise kind(
                 f"Ray ended with exit code {process.returncode} while starting; see {head.log_file}: "
                 + " / ".join(log.strip().splitlines()[-3:])
             )
         if "Ray runtime started" in log and can_connect(head.client_address):
+            _check_ports_are_ours(head)
             return
         time.sleep(0.05)
     raise RuntimeError(f"Ray did not come up within {START_TIMEOUT_S:.0f} s; see {head.log_file}")
+
+
+def _check_ports_are_ours(head: HeadRecord) -> None:
+    """Two heads that start at once can both have a port: gRPC listens with SO_REUSEPORT, and connections go to either.
+
+    Raises: _PortTaken if anybody else listens at one of the head's ports.
+    """
+    psutil = _psutil()
+    ours = {process.pid for process in _family(psutil.Process(head.pid))}
+    ports = {split_address(address)[1] for address in (head.address, head.client_address)}
+    for connection in psutil.net_connections("tcp"):
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports
+        if listens and connection.pid not in ours:
+            raise _PortTaken(f"port {connection.laddr.port} is taken by another process too")
 
 
 def can_connect(address: str, timeout_s: float = 1.0) -> bool:

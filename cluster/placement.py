@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ def group_name(engine_name: str) -> str:
     return f"{engine_name}/workers"
 
 
-def choose_bundle(device: str, num_ranks: int, cluster: dict[str, float]) -> tuple[str, dict]:
+def choose_bundle(device: str, num_ranks: int, cluster: Mapping[str, float]) -> tuple[str, dict]:
     """Device and bundle of each rank. "auto" takes GPUs where the cluster has any.
 
     Example: 2 ranks on a cluster of 1 CPU -> ("cpu", {"CPU": 0.5}).

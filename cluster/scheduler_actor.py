@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+import ray.exceptions
 import zmq
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -53,7 +54,7 @@ def worker_name(engine_name: str, rank: int) -> str:
     return f"{engine_name}/worker-{rank}"
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=16)
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=16)  # pyright: ignore[reportCallIssue]
 class SchedulerActor:
     """`begin`, then `progress` until ready or failed; `status` and `stop` at any time.
 
@@ -179,7 +180,7 @@ class SchedulerActor:
         self._check_not_stopped()
         group.start(self._workers)
         self._front = self._create_front(groups, num_blocks, group.fronts_address)
-        pid = ray.get(self._front.start.remote(handle), timeout=_ACTOR_START_TIMEOUT_S)
+        pid: Any = ray.get(self._front.start.remote(handle), timeout=_ACTOR_START_TIMEOUT_S)
         self._pids["front-0"] = pid
         self._done("connect workers and front", began, state="ready")
 

@@ -21,7 +21,7 @@ CONTROL = "control"
 
 
 # The default group has one thread, so that load, warm-up and steps share it: OpenMP's thread count is per thread.
-@ray.remote(max_restarts=0, concurrency_groups={CONTROL: 2})
+@ray.remote(max_restarts=0, concurrency_groups={CONTROL: 2})  # pyright: ignore[reportCallIssue]
 class WorkerActor:
     """Call, in order: describe, pick_port (rank 0), load, allocate, run."""
 

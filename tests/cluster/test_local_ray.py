@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -69,6 +70,26 @@ def test_a_head_comes_up_with_a_token_and_leaves_nothing(monkeypatch: pytest.Mon
     assert not local_ray.can_connect(head.address)
     assert not local_ray.is_running(head)
     local_ray.stop_head(head)  # twice is fine
+
+
+def test_two_heads_that_start_at_once_have_ports_of_their_own() -> None:
+    """gRPC listens with SO_REUSEPORT: both would have 10001, and each connection would go to either."""
+    heads: list[HeadRecord] = []
+    threads = [
+        threading.Thread(target=lambda name=name: heads.append(local_ray.start_head(name)))
+        for name in ("one", "two")
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        addresses = {a for head in heads for a in (head.address, head.client_address)}
+        assert len(addresses) == 4
+        assert all(local_ray.is_running(head) for head in heads)
+    finally:
+        for head in heads:
+            local_ray.stop_head(head)
 
 
 def test_a_start_that_is_broken_off_leaves_nothing() -> None:
