@@ -104,7 +104,9 @@ class LLM:
         else:
             from .served import ServedLLM
 
-            self._engine = ServedLLM(plan, address=address, console=console)
+            self._engine = ServedLLM(
+                plan, address=address, made_up_name=name is None, console=console
+            )
         # Not self.close: that would keep the LLM, and with it the weights, alive until the process ends. Registered
         # last, so that at exit it runs before Ray's own hook takes the connection away.
         self._close = weakref.finalize(self, self._engine.close)

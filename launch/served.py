@@ -11,10 +11,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import engine as cluster_engine
 from ..cluster.client import Client
+from ..cluster.state_file import read_record
 from .config import EnginePlan
 from .stages import StageLines, load_bar
 
@@ -84,9 +86,20 @@ def bring_up(
 
 
 class ServedLLM:
-    """`LLM` over a cluster: an engine brought up for it, and a client."""
+    """`LLM` over a cluster: an engine brought up for it, and a client.
 
-    def __init__(self, plan: EnginePlan, *, address: str | None, console: Console | None):
+    made_up_name: the engine's name was made up for this LLM, so nothing under it is worth keeping.
+    """
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        *,
+        address: str | None,
+        made_up_name: bool,
+        console: Console | None,
+    ):
+        self._made_up_name = made_up_name
         self._engine = bring_up(plan, address=address, lines=StageLines(console), console=console)
         try:
             self._client = Client(name=plan.options.name)
@@ -101,8 +114,13 @@ class ServedLLM:
         return cluster_engine.engine_status(self._engine.info.name)
 
     def close(self) -> None:
+        name = self._engine.info.name
+        record = read_record(name)
         self._client.close()
         self._engine.stop()
+        if self._made_up_name and record is not None and record.head is not None:
+            # Nobody would ever look for it, and each LLM would leave one more.
+            Path(record.head.log_file).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -302,3 +302,19 @@ def test_ctrl_c_also_ends_the_ray_that_serve_was_starting(command_line, start, t
     assert footprint.left() == []
     assert not os.path.exists(footprint.folder)
     assert "'own'" in command_line.run("status", "--name", "own").stderr
+
+
+def test_llm_with_a_ray_of_its_own_leaves_no_file(command_line, tiny):
+    """Its engine has a made-up name: a log a run would fill the state folder."""
+    program = """
+import os, sys
+from pathlib import Path
+from rowcast import LLM, SamplingParams
+with LLM(sys.argv[1], tensor_parallel_size=2, max_num_seqs=4, kv_cache_memory="1MiB") as llm:
+    llm.generate("hello", SamplingParams(max_tokens=2))
+    state = Path(os.environ["XDG_STATE_HOME"]) / "rowcast"
+    during = {path.name for path in state.glob("llm-*")}
+assert len(during) == 2, during  # the record and Ray's log
+print(sorted(path.name for path in state.glob("llm-*")))
+"""
+    assert command_line.python(program, str(tiny)).strip() == "[]"
