@@ -140,13 +140,14 @@ def test_the_padding_slot_writes_nothing(kernel_backend: str):
     batch = make_builder(state, kernel_backend).build(plan, pad_to=(1, 8))
     assert batch.slot_mappings[0].tolist() == [4, 5, 6, -1, -1, -1, -1, -1]
     marker = 7.0
-    caches = [torch.full((4, 1, 4, 8), marker) for _ in range(2)]  # 4 blocks of 4 slots
+    guarded = torch.full((2, 6, 1, 4, 8), marker)  # a block before and one behind each cache
+    caches = guarded[:, 1:5]  # K and V: 4 blocks of 4 slots
     new = torch.arange(8.0).reshape(8, 1, 1).expand(8, 1, 8).contiguous()
     select_backend(kernel_backend, "cpu").kv_write(new, new, *caches, batch.slot_mappings[0])
     for cache in caches:
         assert cache[1, 0, :3, 0].tolist() == [0, 1, 2]
         cache[1, :, :3] = marker
-        assert (cache == marker).all()  # slot 15, the last one, and block 0 too
+    assert (guarded == marker).all()  # slot 15, the last one, and block 0 too
 
 
 def test_an_empty_step_launches_no_kernel(kernel_backend: str):

@@ -77,6 +77,7 @@ def test_a_chunk_that_does_not_end_the_prompt_samples_nothing():
     blocks = [1, 2, 3, 4]
     plan = state.apply(step(request(1, range(80), blocks, cached=48), run={1: 7}))
     assert plan.samples.tolist() == [False]
+    assert state.requests.num_computed_tokens[1] == 48
     state.commit(plan, i32(-1))
     assert state.requests.num_tokens[1] == 80
     assert state.requests.num_computed_tokens[1] == 48 + 7
@@ -161,6 +162,7 @@ def test_a_resume_with_a_prefix_hit_starts_behind_it():
     state = make_state()
     plan = state.apply(step(request(2, range(40), [3, 9, 10], cached=16), run={2: 24}))
     assert plan.num_computed_tokens.tolist() == [16]
+    assert state.requests.num_computed_tokens[2] == 16  # what the inputs' positions are built from
     assert slots(state, 2, 16, 17) == [9 * 16]
 
 
