@@ -139,7 +139,7 @@ def test_the_padding_slot_writes_nothing(kernel_backend: str):
     plan = state.apply(step(request(0, [7, 8, 9], [1]), run={0: 3}))
     batch = make_builder(state, kernel_backend).build(plan, pad_to=(1, 8))
     assert batch.slot_mappings[0].tolist() == [4, 5, 6, -1, -1, -1, -1, -1]
-    marker = 7.0
+    marker = 99.0  # none of the values that are written
     guarded = torch.full((2, 6, 1, 4, 8), marker)  # a block before and one behind each cache
     caches = guarded[:, 1:5]  # K and V: 4 blocks of 4 slots
     new = torch.arange(8.0).reshape(8, 1, 1).expand(8, 1, 8).contiguous()
