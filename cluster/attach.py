@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -158,6 +159,8 @@ def _quiet() -> None:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     for noisy in ("ray.client_builder", "ray.util.client.logsclient", "ray.util.client.dataclient"):
         logging.getLogger(noisy).disabled = True
+    # Ray Client warns of 10 MB sent in all, ever. A long list of prompts is more, and goes in batches.
+    warnings.filterwarnings("ignore", message="More than 10MB", module="ray.util.client")
     import ray._private.worker as core
 
     # A driver prints "(raylet) A worker died ..." to stdout, whatever log_to_driver says. We say it in one sentence.

@@ -104,6 +104,28 @@ def test_too_few_resources_are_named_and_given_back(cluster: Cluster) -> None:
     nothing_is_left(cluster, {})
 
 
+def test_a_start_that_waits_names_the_holder_and_goes_on_by_itself(cluster: Cluster) -> None:
+    """R01: who holds what is missing; when that one leaves, the start continues."""
+    half = placement.create("half", device="cpu", num_ranks=1, timeout_s=10)
+    waits: list[str] = []
+
+    def word(sentence: str) -> None:
+        waits.append(sentence)
+        placement.remove_group(half.group)
+
+    spec = spec_of(cluster.model, cluster.name)
+    cores = ray.cluster_resources()["CPU"]
+    if cores > 2:
+        pytest.skip(f"{cores:g} cores are enough for both")
+    info = engine.start_engine(spec, cluster.session, on_wait=word)
+    assert info.status["state"] == "ready"
+    (sentence,) = waits
+    assert "needs 2 bundles of 1 CPU" in sentence
+    assert "half/workers holds 1" in sentence
+    engine._take_down(cluster.name)
+    nothing_is_left(cluster, info.status["pids"])
+
+
 @pytest.mark.parametrize(
     "stage",
     ["reserve resources", "start the scheduler", "start 2 workers", "load tiny on 2 workers"],
