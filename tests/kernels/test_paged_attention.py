@@ -12,7 +12,8 @@ import mmap
 import pytest
 import torch
 
-GROUPS = [(12, 4), (20, 4), (28, 4), (36, 4), (48, 2), (24, 1), (32, 1), (71, 1), (8, 8)]
+# (142, 2): a group of more than one tile of heads, and more than one such group
+GROUPS = [(12, 4), (20, 4), (28, 4), (36, 4), (48, 2), (24, 1), (32, 1), (71, 1), (8, 8), (142, 2)]
 
 
 def error(got, wanted):
