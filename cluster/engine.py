@@ -78,13 +78,16 @@ def start_engine(
             on_stage(stage, seconds)
 
     began = time.monotonic()
-    reserved = placement.create(
-        name,
-        device=spec.worker.get("device", "auto"),
-        num_ranks=spec.cluster.tensor_parallel_size,
-        timeout_s=spec.cluster.placement_timeout_s,
-        on_wait=on_wait,
-    )
+    try:
+        reserved = placement.create(
+            name,
+            device=spec.worker.get("device", "auto"),
+            num_ranks=spec.cluster.tensor_parallel_size,
+            timeout_s=spec.cluster.placement_timeout_s,
+            on_wait=on_wait,
+        )
+    except placement.GroupExists:
+        raise ValueError(_taken(name)) from None
     try:
         done("reserve resources", time.monotonic() - began)
         scheduler = _create_scheduler(spec, reserved, done)

@@ -24,6 +24,10 @@ class Placement:
     node_ids: tuple[str, ...]
 
 
+class GroupExists(Exception):
+    """A placement group of the engine's name is there: another engine, or what is left of one."""
+
+
 def group_name(engine_name: str) -> str:
     return f"{engine_name}/workers"
 
@@ -51,14 +55,21 @@ def create(
     """Reserve a bundle for each rank.
 
     on_wait: gets a sentence after a few seconds of waiting, and again every ten.
-    Raises: TimeoutError saying what is missing; the group is removed then, and on Ctrl-C too.
+    Raises: GroupExists if the name is taken; TimeoutError saying what is missing. The group is removed then, and on
+        Ctrl-C too.
     """
-    import ray
+    import ray.exceptions
     from ray.util.placement_group import placement_group, placement_group_table
 
     device, bundle = choose_bundle(device, num_ranks, ray.cluster_resources())
     name = group_name(engine_name)
-    group = placement_group([bundle] * num_ranks, strategy="PACK", name=name, lifetime="detached")
+    bundles = [bundle] * num_ranks
+    try:
+        group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+    except ray.exceptions.RayError as error:
+        if "already exists" in str(error):
+            raise GroupExists(name) from None
+        raise
     try:
         began = time.monotonic()
         word_at = began + FIRST_WORD_S

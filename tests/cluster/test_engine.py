@@ -267,6 +267,16 @@ def test_an_engine_of_a_name_that_is_taken_is_refused(client: Client, cluster: C
     assert client.generate("fine", GREEDY)[0].finished
 
 
+def test_two_starts_at_once_settle_on_one(
+    client: Client, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R09: the second start looked before the first had made anything; it takes nothing down that is not its own."""
+    monkeypatch.setattr(engine, "_refuse_second", lambda name: None)
+    with pytest.raises(ValueError, match="--name"):
+        cluster.start()
+    assert client.generate("fine", GREEDY)[0].finished
+
+
 def test_an_unknown_engine_is_told_with_those_that_there_are(
     started: engine.EngineInfo, cluster: Cluster
 ) -> None:

@@ -25,7 +25,7 @@ LONG = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
 def taken_down(cluster: Cluster) -> Iterator[None]:
     """A test that fails leaves nothing to the next one."""
     yield
-    for name in (cluster.name, "guest", "half"):
+    for name in (cluster.name, "guest", "half", "far"):
         engine._take_down(name)
 
 
@@ -175,6 +175,26 @@ def test_a_cluster_that_was_there_is_left_running(cluster: Cluster) -> None:
     assert ray.nodes()[0]["Alive"]
     assert read_record(cluster.name) is not None, "the head's own record"
     nothing_is_left(cluster, {})
+
+
+START_SCRIPT = """
+import pathlib, sys, rowcast
+from rowcast.cluster import engine
+from rowcast.tests.cluster.support import spec_of
+session = engine.connect(sys.argv[1], name="far")
+spec = spec_of(pathlib.Path(sys.argv[2]), "far", ranks=1)
+spec.worker["device"] = "auto"
+engine.start_engine(spec, session)
+with rowcast.Client(sys.argv[1], name="far") as client:
+    (answer,) = client.generate("Hello", rowcast.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+print(engine.engine_status("far")["state"], engine.stop_engine("far"), len(answer.outputs[0].token_ids))
+"""
+
+
+def test_an_engine_is_started_and_stopped_through_ray_client(cluster: Cluster) -> None:
+    """R02: from a machine that is no node of the cluster."""
+    output = in_another_process(START_SCRIPT, cluster.client_address, str(cluster.model))
+    assert output == "ready True 12\n"
 
 
 def test_a_half_started_engine_is_cleared_by_stop(cluster: Cluster) -> None:
