@@ -15,9 +15,12 @@ def i64(*values):
 
 
 def caches(num_blocks, num_kv_heads, block_size, head_dim, fill):
-    """K and V of the second of two layers that share the pool's blocks, and the pool."""
-    pool = torch.full((num_blocks, 2, 2, num_kv_heads, block_size, head_dim), fill)
-    return pool[:, 1, 0], pool[:, 1, 1], pool
+    """K and V of the second of two layers that share the pool's blocks; the pool, a block before and one behind them.
+
+    So a write to block -1 shows, instead of spoiling the heap.
+    """
+    pool = torch.full((num_blocks + 2, 2, 2, num_kv_heads, block_size, head_dim), fill)
+    return pool[1:-1, 1, 0], pool[1:-1, 1, 1], pool
 
 
 def keys_values(num_tokens, num_kv_heads, head_dim, seed=0):
