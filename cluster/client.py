@@ -24,10 +24,17 @@ from .engine import EngineFailed
 from .front import Accepted, FrontRequest, PollAnswer, PromptOnWire
 from .mailboxes import Update
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
-from .prompts import Prompt, Prompts, is_one_prompt, list_params, list_prompts
+from .prompts import (
+    Conversation,
+    Prompt,
+    Prompts,
+    is_one_prompt,
+    list_conversations,
+    list_params,
+    list_prompts,
+    one_prompt,
+)
 
-Message = Mapping[str, Any]
-Conversation = Sequence[Message]
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 
 _BATCH_REQUESTS = 256
@@ -159,8 +166,8 @@ class Client:
         sampling_params: ManyParams = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
+        conversations = list_conversations(messages)
+        one = any(conversation is messages for conversation in conversations)
         wires = [_conversation(c) for c in conversations]
         names = None if one else [f"conversations[{i}]" for i in range(len(wires))]
         return self._answer(wires, [None] * len(wires), sampling_params, names)
@@ -172,7 +179,7 @@ class Client:
         request_id: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt as its tokens come: each output holds all text so far. Leaving the loop aborts it."""
-        (listed,) = [prompt] if isinstance(prompt, str) else list_prompts([prompt])
+        listed = one_prompt(prompt)
         return self._stream(_on_wire(listed), listed, sampling_params, request_id)
 
     def stream_chat(

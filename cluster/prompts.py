@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..scheduler.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
+Conversation = Sequence[Mapping[str, Any]]
 
 
 def is_one_prompt(prompts: Prompts) -> bool:
@@ -51,6 +52,34 @@ def list_prompts(prompts: Prompts) -> list[Prompt]:
     return values
 
 
+def one_prompt(prompt: Prompt) -> Prompt:
+    """Bring a single prompt to a string or a list of token ids.
+
+    Example: "Hi" -> "Hi"; np.array([1, 2]) -> [1, 2].
+    Raises: ValueError for anything else, a list of prompts included.
+    """
+    if not isinstance(prompt, str) and not (_is_list(prompt) and all(map(_is_token_id, prompt))):
+        raise ValueError(
+            f"prompt must be one prompt, a string or a list of token ids, got {prompt!r:.60}"
+        )
+    return prompt if isinstance(prompt, str) else [operator.index(value) for value in prompt]
+
+
+def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Turn what `chat` takes, a conversation or a list of them, into a list. What is in a message is not looked at.
+
+    Raises: ValueError for anything but a list.
+    """
+    if not _is_list(messages):
+        raise ValueError(
+            'messages must be a conversation, a list such as [{"role": "user", "content": "Hi"}], or a list of '
+            f"such, got {messages!r:.60}"
+        )
+    listed: list[Any] = list(messages)
+    one: Any = messages
+    return [one] if listed and isinstance(listed[0], Mapping) else listed
+
+
 def list_params(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
@@ -81,10 +110,11 @@ def list_params(
 
 
 def _is_list(value: Any) -> bool:
-    # NumPy arrays are no Sequence and are welcome; text and dicts are not.
+    # NumPy arrays are no Sequence and are welcome, but for those of no dimension; text and dicts are not.
     return (
         hasattr(value, "__iter__")
         and hasattr(value, "__len__")
+        and getattr(value, "ndim", 1) > 0
         and not isinstance(value, str | bytes | bytearray | dict | set | frozenset)
     )
 

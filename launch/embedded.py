@@ -9,14 +9,10 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -42,6 +38,7 @@ from ..scheduler.sampling_params import MAX_SEED, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..worker.loop import WorkerLoop
 from .config import EnginePlan
+from .interrupts import interrupts_held
 
 _FRONT = b"embedded"
 _FINISH_REASON: dict[FinishCode, FinishReason] = {
@@ -130,18 +127,22 @@ class Request:
 
     def output(self) -> RequestOutput:
         """What has come so far. Only here do tokens become text: `generate` pays for it once."""
-        if self.num_in_text < len(self.token_ids) or not self.text_is_whole:
-            new = self.token_ids[self.num_in_text :]
-            self.text += self.detokenizer.append(new, self.finished)
-            self.num_in_text = len(self.token_ids)
-            self.text_is_whole = self.finished
-        last = self.token_ids[-1] if self.token_ids else None
-        named = self.finish_reason == "stop" and last in self.submit.params.stop_token_ids
+        # Another thread's step may bring the next token or the end meanwhile. The end comes after its token: so it is
+        # read first, and everything after that speaks of one moment.
+        finish_reason = self.finish_reason
+        token_ids = list(self.token_ids)
+        finished = finish_reason is not None
+        if self.num_in_text < len(token_ids) or not self.text_is_whole:
+            self.text += self.detokenizer.append(token_ids[self.num_in_text :], finished)
+            self.num_in_text = len(token_ids)
+            self.text_is_whole = finished
+        last = token_ids[-1] if token_ids else None
+        named = finish_reason == "stop" and last in self.submit.params.stop_token_ids
         completion = CompletionOutput(
             index=0,
             text=self.text,
-            token_ids=list(self.token_ids),
-            finish_reason=self.finish_reason,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
             stop_reason=last if named else None,
         )
         return RequestOutput(
@@ -149,23 +150,26 @@ class Request:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[completion],
-            finished=self.finished,
+            finished=finished,
             metrics=self.metrics,
         )
 
 
 class EmbeddedEngine:
-    """Scheduler and worker of one plan. Belongs to one thread at a time: `LLM` holds a lock.
+    """Scheduler and worker of one plan. Belongs to one thread at a time: `embedded_llm.py` holds a lock."""
 
-    runner: a worker's executor that is loaded, allocated and warm (`worker/model_runner.py`).
-    """
-
-    def __init__(self, plan: EnginePlan, *, on_load: Callable[[float], None] | None = None):
+    def __init__(
+        self,
+        plan: EnginePlan,
+        text: TextProcessor,
+        *,
+        on_load: Callable[[float], None] | None = None,
+    ):
         # Before torch loads: OpenMP threads that wait sleep. Spinning, they take the cores from Numba's threads.
         os.environ.setdefault("GOMP_SPINCOUNT", "0")
         from ..worker.model_runner import ModelRunner  # loads torch
 
-        self.text = TextProcessor(plan.model_dir)
+        self.text = text
         self._runner = ModelRunner(plan.worker)
         self._runner.load(on_load)
         groups, num_blocks = agree_on_groups(
@@ -211,7 +215,9 @@ class EmbeddedEngine:
         Raises: ValueError, one sentence, for what the scheduler would refuse.
         """
         number = next(self._numbers)
-        name = request_id or f"request-{number}"
+        # One that no caller would choose: a made-up name must never clash with one that somebody gave.
+        made_up = f"{self._client_uuid.hex()[:12]}-{number}"
+        name = made_up if request_id is None else request_id
         submit = Submit(
             number=number,
             submit_key=make_submit_key(self._client_uuid, number),
@@ -235,7 +241,7 @@ class EmbeddedEngine:
     def queue(self, request: Request) -> None:
         """Hand a prepared request to the scheduler."""
         self._refuse_if_failed()
-        with _interrupts_held():
+        with interrupts_held():
             request.metrics = RequestMetrics(arrival_time_s=time.monotonic())
             self._requests[request.submit.number] = request
             self._front.send(encode(request.submit))
@@ -262,7 +268,7 @@ class EmbeddedEngine:
         Raises: RuntimeError, one sentence, when the engine failed; it stays unusable.
         """
         self._refuse_if_failed()
-        with _interrupts_held():
+        with interrupts_held():
             self._step()
 
     def _step(self) -> None:
@@ -332,32 +338,3 @@ class EmbeddedEngine:
         self._failed = self._failed or "it was closed"
         self._requests.clear()
         self._runner.close()
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until this is done, so that the tables are whole when they are raised.
-
-    A second one is not held: a step that hangs can still be left.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals only ever interrupt the main thread
-        return
-    held: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            raise KeyboardInterrupt
-        held.append(number)
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, hold)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number in held:
-        handlers[signal.Signals(number)](number, None)

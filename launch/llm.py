@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..cluster.prompts import Prompt, Prompts, is_one_prompt, list_params, list_prompts
+from ..cluster.prompts import Conversation, Prompt, Prompts, list_conversations
 from ..scheduler.sampling_params import SamplingParams
-from .config import EngineOptions, EnginePlan, Environment, plan_engine
+from .config import EngineOptions, Environment, plan_engine
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..cluster.outputs import RequestOutput
-    from .embedded import Request
 
-Message = Mapping[str, Any]
-Conversation = Sequence[Message]
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -79,7 +74,7 @@ class LLM:
         console: Console | None = None,
     ):
         options = EngineOptions(
-            model=os.fspath(model),
+            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
             max_num_seqs=max_num_seqs,
@@ -91,8 +86,10 @@ class LLM:
             kernel_backend=kernel_backend,
             device=device,
             num_threads=num_threads,
-            name=name or f"llm-{os.getpid()}-{os.urandom(3).hex()}",
+            name=name if name is not None else f"llm-{os.getpid()}-{os.urandom(3).hex()}",
         )
+        if address is not None and (not isinstance(address, str) or not address):
+            raise ValueError(f"address must be a Ray cluster's HOST:PORT or auto, got {address!r}")
         environment = Environment.read()
         plan = plan_engine(options, environment, console=console)
         from ..cluster.text import TextProcessor
@@ -100,7 +97,9 @@ class LLM:
         self.plan = plan
         self._text = TextProcessor(plan.model_dir)
         if options.tensor_parallel_size == 1 and address is None:
-            self._engine: _Engine = _Embedded(plan, console=console)
+            from .embedded_llm import EmbeddedLLM
+
+            self._engine: _Engine = EmbeddedLLM(plan, self._text, console=console)
         else:
             from .served import ServedLLM
 
@@ -132,7 +131,11 @@ class LLM:
         request_id: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt as its tokens come: each output holds all text so far. Leaving the loop aborts it."""
-        return self._engine.stream(prompt, sampling_params, request_id)
+        return self._while_read(self._engine.stream(prompt, sampling_params, request_id))
+
+    def _while_read(self, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+        """Hold on to this LLM for so long: `for output in LLM(model).stream(prompt)` has no other reference to it."""
+        yield from outputs
 
     def chat(
         self,
@@ -140,8 +143,7 @@ class LLM:
         sampling_params: ManyParams = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
+        conversations = list_conversations(messages)
         return self.generate([self._text.encode_chat(c) for c in conversations], sampling_params)
 
     def stream_chat(
@@ -170,111 +172,3 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class _Embedded:
-    """The embedded engine behind a lock, so that several threads may share one LLM."""
-
-    def __init__(self, plan: EnginePlan, *, console: Console | None):
-        from .embedded import EmbeddedEngine
-        from .stages import load_bar
-
-        with load_bar(console, f"load {plan.options.model}") as on_load:
-            self._engine = EmbeddedEngine(plan, on_load=on_load)
-        # Beyond these the scheduler would refuse: the rest of a long list waits here.
-        self._max_live = plan.scheduler.max_waiting
-        self._lock = threading.RLock()
-        self._live: dict[str, Request] = {}
-
-    def generate(self, prompts: Prompts, sampling_params: ManyParams = None) -> list[RequestOutput]:
-        listed = list_prompts(prompts)
-        params = list_params(sampling_params, len(listed))
-        one = is_one_prompt(prompts)
-        requests: list[Request] = []
-        for index, (prompt, wanted) in enumerate(zip(listed, params, strict=True)):
-            try:
-                requests.append(self._prepare(prompt, wanted, None))
-            except ValueError as error:
-                raise ValueError(str(error) if one else f"prompts[{index}]: {error}") from None
-        with self._lock:
-            try:
-                for request in requests:
-                    while self._engine.num_live >= self._max_live:
-                        self._engine.step()
-                    self._queue(request)
-                while not all(request.finished for request in requests):
-                    self._engine.step()
-            finally:
-                self._end(requests)
-        for request in requests:
-            _raise_if_refused(request)
-        return [request.output() for request in requests]
-
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-    ) -> Iterator[RequestOutput]:
-        listed = [prompt] if isinstance(prompt, str) else list_prompts([prompt])
-        (params,) = list_params(sampling_params, 1)
-        return self._outputs(self._prepare(listed[0], params, request_id))
-
-    def _outputs(self, request: Request) -> Iterator[RequestOutput]:
-        # Queued at the first `next`: a generator that is never started has no end to clean up at.
-        with self._lock:
-            self._queue(request)
-        seen = 0
-        try:
-            while not request.finished:
-                with self._lock:
-                    # Another thread's step may have brought this request's token, or its end, in the meantime.
-                    if len(request.token_ids) == seen and not request.finished:
-                        self._engine.step()
-                if len(request.token_ids) > seen and not request.finished:
-                    seen = len(request.token_ids)
-                    yield request.output()
-            _raise_if_refused(request)
-            yield request.output()
-        finally:
-            with self._lock:
-                self._end([request])
-
-    def abort(self, request_id: str) -> None:
-        with self._lock:
-            request = self._live.get(request_id)
-            if request is not None:
-                self._engine.abort([request])
-
-    def snapshot(self) -> dict[str, Any]:
-        return self._engine.snapshot()
-
-    def close(self) -> None:
-        with self._lock:
-            self._engine.close()
-
-    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
-        is_text = isinstance(prompt, str)
-        ids = self._engine.text.encode(prompt) if is_text else list(prompt)
-        text = prompt if is_text else None
-        return self._engine.prepare(ids, params, prompt=text, request_id=request_id)
-
-    def _queue(self, request: Request) -> None:
-        if request.request_id in self._live:
-            raise ValueError(f"request_id {request.request_id!r} is in use by a live request")
-        self._engine.queue(request)
-        self._live[request.request_id] = request
-
-    def _end(self, requests: list[Request]) -> None:
-        """Leave nothing behind, however the caller left: whatever still runs is aborted."""
-        for request in requests:
-            if self._live.get(request.request_id) is request:
-                del self._live[request.request_id]
-        # An engine that failed has ended its requests already, and says so through the error on its way.
-        with suppress(RuntimeError):
-            self._engine.abort(requests)
-
-
-def _raise_if_refused(request: Request) -> None:
-    if request.error is not None:
-        raise RuntimeError(request.error)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from rowcast import SamplingParams
-from rowcast.cluster.prompts import is_one_prompt, list_params, list_prompts
+from rowcast.cluster.prompts import (
+    is_one_prompt,
+    list_conversations,
+    list_params,
+    list_prompts,
+    one_prompt,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +52,7 @@ def test_one_prompt_is_told_from_a_list_of_one(given):
         (7, "prompts must be a string"),
         ({"a": 1}, "prompts must be a string"),
         (b"bytes", "prompts must be a string"),
+        (np.array(7), "prompts must be a string"),  # an array of no dimension has no length
         (["Hi", None], r"prompts\[1\] must be a string or a list of token ids, got None"),
         (["Hi", 7], r"prompts\[1\] must be"),
         ([[1], [2, "3"]], r"prompts\[1\]\[1\] must be a token id"),
@@ -57,6 +64,33 @@ def test_one_prompt_is_told_from_a_list_of_one(given):
 def test_anything_else_is_refused_by_its_place(given, says):
     with pytest.raises(ValueError, match="^" + says):
         list_prompts(given)
+
+
+@pytest.mark.parametrize("given", ["Hi", "", [], [1, 2], (1,), np.array([1])])
+def test_a_single_prompt_is_text_or_token_ids(given):
+    result = one_prompt(given)
+    assert result == (given if isinstance(given, str) else list(given))
+    assert isinstance(result, str) or all(type(token) is int for token in result)
+
+
+@pytest.mark.parametrize("given", [None, 7, ["Hi"], [[1, 2]], [True], [2**40], {"prompt": "Hi"}])
+def test_a_list_of_prompts_or_a_number_is_no_single_prompt(given):
+    """7 was taken for the prompt [7], and a list was said to be wrong at prompts[0][0]."""
+    with pytest.raises(ValueError, match=r"^prompt must be one prompt, .*, got "):
+        one_prompt(given)
+
+
+def test_a_conversation_or_a_list_of_conversations():
+    messages = [{"role": "user", "content": "Hi"}]
+    assert list_conversations(messages) == [messages]
+    assert list_conversations([messages, messages]) == [messages, messages]
+    assert list_conversations([]) == []
+
+
+@pytest.mark.parametrize("given", [None, "Hi", {"role": "user", "content": "Hi"}, 7])
+def test_a_message_alone_is_no_conversation(given):
+    with pytest.raises(ValueError, match=r"^messages must be a conversation, a list such as"):
+        list_conversations(given)
 
 
 def test_one_params_serves_all_prompts():

@@ -158,6 +158,87 @@ def test_threads_share_one_llm(llm):
     assert [got[n] for n in range(6)] == alone
 
 
+def test_a_thread_gets_its_answer_while_another_still_waits_for_a_longer_one(llm, monkeypatch):
+    """A call that kept the engine for itself made everyone else wait for its last token."""
+    engine = llm._engine._engine
+    step, steps, under_way = engine.step, itertools.count(1), threading.Event()
+
+    def slow_step():
+        step()
+        time.sleep(0.003)
+        if next(steps) == 3:
+            under_way.set()
+
+    monkeypatch.setattr(engine, "step", slow_step)
+    long = SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
+    thread = threading.Thread(target=llm.generate, args=([5, 6], long))
+    thread.start()
+    assert under_way.wait(60)
+    short = llm.generate([[7], [8]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert [len(ids) for ids in token_ids(short)] == [2, 2]
+    assert next(steps) < 60
+    assert thread.is_alive()
+    thread.join(60)
+
+
+def test_a_forgotten_stream_may_be_collected_in_the_middle_of_a_step(llm, monkeypatch):
+    """Its end came as a step within the step when Python collected a cycle that held it."""
+    alone = token_ids(llm.generate([[5, 6], [7]], GREEDY))
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.itself = holder
+    holder.stream = llm.stream([9], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(holder.stream)
+    forgotten = weakref.ref(holder)
+    scheduler = llm._engine._engine._scheduler_loop._scheduler
+    schedule = scheduler.schedule
+
+    def collect_and_schedule():
+        gc.collect()
+        return schedule()
+
+    monkeypatch.setattr(scheduler, "schedule", collect_and_schedule)
+    gc.disable()
+    try:
+        del holder
+        assert forgotten() is not None
+        assert token_ids(llm.generate([[5, 6], [7]], GREEDY)) == alone
+    finally:
+        gc.enable()
+    assert forgotten() is None
+
+
+def test_a_stream_holds_on_to_its_llm(model):
+    """Nothing else does here; the LLM was closed before the first token."""
+    outputs = list(
+        make_llm(model).stream([5], GREEDY)
+    )  # not in the assert, which pytest makes hold on
+    assert len(outputs) == 8
+
+
+def test_text_misses_no_token_that_comes_while_it_is_made(llm):
+    """Another thread's step appends; what had come by then and what comes later must meet without a gap."""
+    request = llm._engine._engine.prepare([5, 6], GREEDY, prompt=None)
+    append, seen = request.detokenizer.append, []
+
+    def append_and_be_overtaken(new, finished):
+        seen.extend(new)
+        if len(request.token_ids) < 4:
+            request.token_ids.append(20 + len(request.token_ids))
+        return append(new, finished)
+
+    request.detokenizer.append = append_and_be_overtaken
+    request.token_ids.append(19)
+    for length in (1, 2, 3):
+        output = request.output()
+        assert output.outputs[0].token_ids == request.token_ids[:length]
+    request.output()
+    assert seen == request.token_ids
+
+
 def test_abort_ends_a_stream_with_its_reason(llm):
     stream = llm.stream([5, 6], SamplingParams(max_tokens=100, ignore_eos=True), request_id="mine")
     next(stream)
@@ -178,6 +259,26 @@ def test_a_live_request_id_cannot_be_used_twice(llm):
     assert len(next(stream).outputs[0].token_ids) >= 2  # the first one goes on
     stream.close()
     assert len(list(llm.stream([6], GREEDY, request_id="mine"))) == 8
+
+
+def test_a_made_up_request_id_never_clashes_with_a_given_one(llm):
+    """They were request-1, request-2, ...: a caller who numbered as well was in the way of another."""
+    first = llm.stream([5], SamplingParams(max_tokens=50, ignore_eos=True))
+    made_up = next(first).request_id
+    head, _, number = made_up.rpartition("-")
+    assert len(head) >= 12
+    assert int(number) > 0
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("request_id", "error"), [("", ValueError), ("\ud800", ValueError), (7, TypeError)]
+)
+def test_a_bad_request_id_is_refused_before_anything_is_queued(llm, request_id, error):
+    before = llm.snapshot()
+    with pytest.raises(error, match="request_id"):
+        llm.stream([5], GREEDY, request_id=request_id)
+    assert llm.snapshot() == before
 
 
 def test_a_chat_goes_through_the_models_template(llm):
@@ -269,6 +370,23 @@ def test_ctrl_c_leaves_an_engine_that_goes_on(llm):
     assert_idle(llm)
     assert token_ids(llm.generate([[5, 6], [7]], GREEDY)) == alone
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_a_stream_is_queued_leaves_nothing(llm, monkeypatch):
+    """The request was in the queue already, and nobody was left to end it."""
+    queue = llm._engine._engine.queue
+
+    def queue_interrupted(request):
+        queue(request)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stream = llm.stream([5], SamplingParams(max_tokens=100, ignore_eos=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._engine._engine, "queue", queue_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    assert_idle(llm)
+    assert llm._engine._engine.num_live == 0
 
 
 def test_a_failing_worker_ends_the_engine_with_one_sentence(model, monkeypatch):

@@ -1,0 +1,173 @@
+"""The embedded engine as `LLM` uses it: several threads take turns with it, and all their requests share its steps.
+
+Owns the turns, the live request ids and who ends what was left behind. A step serves every live request, whoever
+makes it, so a thread holds the engine for one step at a time and never for a whole call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from ..cluster.prompts import Prompt, Prompts, is_one_prompt, list_params, list_prompts, one_prompt
+from ..scheduler.sampling_params import SamplingParams
+from .embedded import EmbeddedEngine, Request
+from .interrupts import interrupts_held
+from .stages import load_bar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..cluster.outputs import RequestOutput
+    from ..cluster.text import TextProcessor
+    from .config import EnginePlan
+
+
+class EmbeddedLLM:
+    """One embedded engine for any number of threads."""
+
+    def __init__(self, plan: EnginePlan, text: TextProcessor, *, console: Console | None):
+        with load_bar(console, f"load {plan.options.model}") as on_load:
+            self._engine = EmbeddedEngine(plan, text, on_load=on_load)
+        # Beyond these the scheduler would refuse: the rest of a long list waits here.
+        self._max_live = plan.scheduler.max_waiting
+        self._lock = threading.Lock()
+        self._next = threading.Lock()
+        self._live: dict[str, Request] = {}
+        self._left: deque[Request] = (
+            deque()
+        )  # by callers that are gone; ended by whoever has the engine
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        listed = list_prompts(prompts)
+        params = list_params(sampling_params, len(listed))
+        one = is_one_prompt(prompts)
+        requests: list[Request] = []
+        for index, (prompt, wanted) in enumerate(zip(listed, params, strict=True)):
+            try:
+                requests.append(self._prepare(prompt, wanted, None))
+            except ValueError as error:
+                raise ValueError(str(error) if one else f"prompts[{index}]: {error}") from None
+        unqueued = deque(requests)
+        unfinished = deque(requests)
+        try:
+            while unfinished:
+                with self._turn():
+                    while unqueued and self._engine.num_live < self._max_live:
+                        self._queue(unqueued.popleft())
+                    if not unfinished[0].finished:
+                        self._engine.step()
+                while unfinished and unfinished[0].finished:
+                    unfinished.popleft()
+        finally:
+            self._end(requests)
+        for request in requests:
+            _raise_if_refused(request)
+        return [request.output() for request in requests]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        (params,) = list_params(sampling_params, 1)
+        return self._outputs(self._prepare(one_prompt(prompt), params, request_id))
+
+    def _outputs(self, request: Request) -> Iterator[RequestOutput]:
+        # Queued at the first `next`: a generator that is never started has no end to clean up at.
+        seen = 0
+        try:
+            with self._turn():
+                self._queue(request)
+            while not request.finished:
+                with self._turn():
+                    # Another thread's step may have brought this request's token, or its end, in the meantime.
+                    if len(request.token_ids) == seen and not request.finished:
+                        self._engine.step()
+                if len(request.token_ids) > seen and not request.finished:
+                    output = request.output()
+                    seen = len(output.outputs[0].token_ids)
+                    yield output
+            _raise_if_refused(request)
+            yield request.output()
+        finally:
+            self._end([request])
+
+    def abort(self, request_id: str) -> None:
+        with self._turn():
+            request = self._live.get(request_id)
+            if request is not None:
+                self._engine.abort([request])
+
+    def snapshot(self) -> dict[str, Any]:
+        return self._engine.snapshot()
+
+    def close(self) -> None:
+        with self._turn():
+            self._engine.close()
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+        is_text = isinstance(prompt, str)
+        ids = self._engine.text.encode(prompt) if is_text else list(prompt)
+        text = prompt if is_text else None
+        return self._engine.prepare(ids, params, prompt=text, request_id=request_id)
+
+    def _queue(self, request: Request) -> None:
+        if request.request_id in self._live:
+            raise ValueError(f"request_id {request.request_id!r} is in use by a live request")
+        self._engine.queue(request)
+        self._live[request.request_id] = request
+
+    # ------------------------------------------------------------ taking turns
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the engine for a moment. Ctrl-C waits for its end, so that nobody is left with the lock."""
+        with interrupts_held():
+            # Whoever asks first waits at the lock, the others at this door: a lock alone would go, step after step,
+            # to the thread that just gave it back.
+            with self._next:
+                self._lock.acquire()
+            try:
+                self._end_left()
+                yield
+            finally:
+                self._lock.release()
+                self._end_if_free()
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        """Leave nothing behind, however the caller left: whatever still runs is aborted."""
+        with interrupts_held():
+            self._left.extend(requests)
+            self._end_if_free()
+
+    def _end_if_free(self) -> None:
+        # Never waits. A forgotten stream may be collected at any allocation, in the middle of this thread's own step
+        # too: whoever has the engine sees to it at the end of that turn.
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                self._end_left()
+            finally:
+                self._lock.release()
+
+    def _end_left(self) -> None:
+        requests = [self._left.popleft() for _ in range(len(self._left))]
+        for request in requests:
+            if self._live.get(request.request_id) is request:
+                del self._live[request.request_id]
+        # An engine that failed has ended its requests already, and says so through the error on its way.
+        with suppress(RuntimeError):
+            self._engine.abort(requests)
+
+
+def _raise_if_refused(request: Request) -> None:
+    if request.error is not None:
+        raise RuntimeError(request.error)
