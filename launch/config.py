@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import operator
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,16 +115,19 @@ class EngineOptions:
             "max_num_batched_tokens",
             "block_size",
         ):
-            _at_least_one(name, getattr(self, name))
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         for name in ("max_model_len", "num_threads"):
             if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
+                object.__setattr__(self, name, _whole(name, getattr(self, name)))
         if self.kv_cache_memory is not None:
             given = parse_bytes(self.kv_cache_memory, name="kv_cache_memory")
             object.__setattr__(self, "kv_cache_memory", given)
         share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
+        object.__setattr__(self, "gpu_memory_utilization", float(share))
+        if not isinstance(self.name, str):
+            raise ValueError(f"name must be a string, got {self.name!r}")
         # These two classes own the remaining rules; made here so that a mistake is refused before the model is found.
         ClusterConfig(name=self.name, tensor_parallel_size=self.tensor_parallel_size)
         WorkerConfig(model_dir="", max_model_len=1, **self._worker_fields())
@@ -140,9 +146,25 @@ class EngineOptions:
         }
 
 
-def _at_least_one(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
+# Lowest and highest value. The highest are far beyond use: tables and buffers of more would take the machine's memory
+# before anything could say why.
+_RANGES = {
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**20),
+    "max_model_len": (2, 2**31 - 1),  # a prompt token and an output
+}
+
+
+def _whole(name: str, value: Any) -> int:
+    low, high = _RANGES.get(name, (1, 2**31 - 1))
+    number = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)  # NumPy's integers too
+    if number is None or not low <= number <= high:
+        bound = f"at most {high}" if number is not None and number > high else f"at least {low}"
+        raise ValueError(f"{name} must be a whole number, {bound}, got {value!r}")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,12 +235,27 @@ def plan_engine(
             f"max_model_len must be at most {longest}, the positions that {options.model} knows, "
             f"got {max_model_len}"
         )
+    _check_tables_fit(options.max_num_seqs, max_model_len, model_config.head_dim)
     return EnginePlan(
         options=options,
         model_dir=model_dir,
         model_config=model_config,
         max_model_len=max_model_len,
     )
+
+
+def _check_tables_fit(max_num_seqs: int, max_model_len: int, head_dim: int) -> None:
+    """Refuse what could only end in the kernel killing the process, which says nothing.
+
+    Token ids and block ids, int32, in the scheduler and in a worker; sines and cosines of every position in float32.
+    """
+    needed = 4 * 4 * max_num_seqs * max_model_len + 2 * 4 * head_dim * max_model_len
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ValueError(
+            f"{max_num_seqs} requests of {max_model_len} tokens need tables of {needed / 2**30:.0f} GiB, this machine "
+            f"has {there / 2**30:.0f}; lower max_model_len or max_num_seqs"
+        )
 
 
 OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(EngineOptions))

@@ -38,7 +38,7 @@ def missing_parts(folder: Path) -> list[str]:
         shards = set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return missing  # One file, or an index that the loader will complain about.
-    return missing + sorted(shard for shard in shards if not (folder / shard).is_file())
+    return missing + sorted(str(s) for s in shards if not (folder / str(s)).is_file())
 
 
 def build_once(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from .config import WorkerConfig
@@ -19,15 +21,18 @@ def kv_cache_bytes(
 ) -> int:
     """What the user set; else 512 MiB on a CPU, and what gpu_memory_utilization leaves on a GPU after loading.
 
-    Raises: ValueError saying what is missing if a GPU has nothing left.
+    Raises: ValueError saying what is missing if that is more than there is, or a GPU has nothing left.
     """
-    if config.kv_cache_memory is not None:
-        return config.kv_cache_memory
     if device.type == "cpu":
-        return DEFAULT_CPU_BYTES
+        # Linux hands out more than it has, and kills the process later, when the pages are used.
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _asked(config, free, "this machine has") or DEFAULT_CPU_BYTES
     free, total = torch.cuda.mem_get_info(device)
     # What torch holds in its own cache and does not use counts as free: the pool will take it.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    asked = _asked(config, free, "the GPU has free")
+    if asked is not None:
+        return asked
     allowed = int(total * config.gpu_memory_utilization) - (total - free)
     left = allowed - activation_bytes(config, model, shard, dtype.itemsize)
     if left <= 0:
@@ -36,6 +41,15 @@ def kv_cache_bytes(
             f"nothing for the KV cache ({total - free} bytes are in use); raise it, or use more ranks"
         )
     return left
+
+
+def _asked(config: WorkerConfig, there: int, where: str) -> int | None:
+    asked = config.kv_cache_memory
+    if asked is not None and asked > there:
+        raise ValueError(
+            f"rank {config.rank}: kv_cache_memory asks for {asked} bytes, {where} {there}; lower --kv-cache-memory"
+        )
+    return asked
 
 
 def activation_bytes(config: WorkerConfig, model: ModelConfig, shard: Shard, itemsize: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rowcast.launch.config import EngineOptions, Environment, parse_bytes, plan_engine
 
@@ -74,8 +75,16 @@ def test_other_sizes_are_refused(text):
         ("block_size", "16", "block_size must be"),
         ("block_size", True, "block_size must be"),
         ("max_num_batched_tokens", 0, "max_num_batched_tokens must be"),
+        (
+            "max_num_batched_tokens",
+            2**31 - 1,
+            "max_num_batched_tokens must be a whole number, at most 1048576",
+        ),
         ("max_num_seqs", -1, "max_num_seqs must be"),
+        ("max_num_seqs", 2**31 - 1, "max_num_seqs must be a whole number, at most 65536"),
         ("max_model_len", 0, "max_model_len must be"),
+        ("max_model_len", 1, "max_model_len must be a whole number, at least 2, got 1"),
+        ("max_model_len", 16.0, "max_model_len must be"),
         ("tensor_parallel_size", 0, "tensor_parallel_size must be"),
         ("num_threads", 0, "num_threads must be"),
         ("gpu_memory_utilization", 0.0, "gpu_memory_utilization must be"),
@@ -86,12 +95,35 @@ def test_other_sizes_are_refused(text):
         ("kernel_backend", "magic", "kernel_backend must be one of"),
         ("device", "tpu", "device must be one of"),
         ("name", "../up", "name must be"),
+        ("name", 7, "name must be"),
         ("model", "", "model must be"),
+        ("model", None, "model must be"),
     ],
 )
 def test_an_option_out_of_range_is_refused_by_its_name(option, value, says):
     with pytest.raises(ValueError, match="^" + says.replace("[", r"\[")):
         EngineOptions(**{"model": "m", option: value})
+
+
+def test_numpys_numbers_are_numbers():
+    """They were refused as "must be a whole number, got np.int64(4)"."""
+    options = EngineOptions(
+        model="m", max_num_seqs=np.int64(4), gpu_memory_utilization=np.float32(0.5)
+    )
+    assert (options.max_num_seqs, options.gpu_memory_utilization) == (4, 0.5)
+    assert type(options.max_num_seqs) is int
+    assert type(options.gpu_memory_utilization) is float
+
+
+def test_tables_beyond_the_machines_memory_are_refused(folder, environment):
+    """The kernel killed the process half-way through making them, and nobody said why."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**31 - 1}))
+    with pytest.raises(
+        ValueError, match=r"^256 requests of 2147483647 tokens need tables of \d+ GiB"
+    ):
+        plan_engine(EngineOptions(model=str(folder)), environment)
+    assert plan_engine(EngineOptions(model=str(folder), max_model_len=128), environment)
 
 
 def test_an_unknown_option_is_refused():

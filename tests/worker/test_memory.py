@@ -50,3 +50,13 @@ def test_a_gpu_with_nothing_left_is_a_sentence():
         ValueError, match=r"gpu_memory_utilization 0\.3 of \d+ bytes leaves nothing"
     ):
         kv_bytes("cuda", gpu_memory_utilization=0.3)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("device", "where"), [("cpu", "this machine has"), ("cuda", f"the GPU has free {52 * GIB};")]
+)
+def test_more_memory_than_there_is_is_refused_before_it_is_taken(device, where):
+    """Linux hands out what it does not have and kills the process later, without a word."""
+    with pytest.raises(ValueError, match=rf"kv_cache_memory asks for {1024 * GIB} bytes, {where}"):
+        kv_bytes(device, kv_cache_memory=1024 * GIB)
