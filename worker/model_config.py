@@ -21,6 +21,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None, 0),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
+    "compression_config": (None,),
     "embedding_multiplier": (None, 1, 1.0),
     "final_logit_softcapping": (None,),
     "hidden_act": ("silu",),
@@ -211,10 +212,16 @@ def _rope_theta(reader: _Reader) -> float:
             continue
         if not isinstance(rope, dict):
             raise ValueError(f"{reader.path}: {key} must be an object, got {_short(rope)}")
+        others = sorted(set(rope) - {"rope_theta", "partial_rotary_factor"})
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise ValueError(
                 f"{reader.path}: {key} asks for RoPE type {_short(kind)}; rowcast supports default so far"
+            )
+        if others and not {"rope_type", "type"} & rope.keys():
+            # Without a type a factor, or one object a layer kind, would be passed over in silence.
+            raise ValueError(
+                f"{reader.path}: {key} has {others[0]} and no rope_type; rowcast supports default RoPE so far"
             )
         if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise ValueError(

@@ -77,6 +77,12 @@ def test_eos_ids_are_those_of_both_files(tmp_path: Path):
         ({"architectures": "absent"}, "architecture nothing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 'RoPE type "llama3"'),
         ({"rope_parameters": {"rope_type": "yarn"}}, 'rope_parameters asks for RoPE type "yarn"'),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling has factor and no rope_type"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
+            "rope_parameters has full_attention and no rope_type",
+        ),
+        ({"compression_config": {"format": "int4"}}, "compression_config = "),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
