@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 import ray.exceptions
-import zmq
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -25,21 +24,16 @@ from ray.util.scheduling_strategies import (
 
 from .. import __version__
 from ..scheduler.kv_groups import KVGroupSpec, agree_on_groups
-from ..scheduler.loop import SchedulerLoop, WorkerGroupError
-from ..scheduler.messages import encode_error
-from ..scheduler.scheduler import Scheduler
-from .channel import GroupAddresses, PublishPullChannel, RouterFronts, Waiter, report_once
 from .config import RAY_NAMESPACE, STOPPED, EngineSpec
-from .first_cause import DEATH, FirstCause
 from .front import FrontActor, FrontConfig
 from .network import LOOPBACK, meeting_host
 from .placement import Placement, remove_group
 from .worker_actor import WorkerActor
+from .worker_group import WorkerGroup, death_of
 
 _ACTOR_START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _LOOK_S = 0.25
-_HOLD_ERROR_S = 2.0  # Ray tells of a process's death within a second
 
 
 def scheduler_name(engine_name: str) -> str:
@@ -71,7 +65,7 @@ class SchedulerActor:
         self._loaded = 0.0
         self._workers: list[Any] = []
         self._front: Any = None
-        self._group: _Group | None = None
+        self._group: WorkerGroup | None = None
         self._ready_at = 0.0
         self._pids = {"scheduler": os.getpid()}
 
@@ -174,7 +168,7 @@ class SchedulerActor:
         self._done("allocate and warm up", began)
 
         began = time.monotonic()
-        group = _Group(spec, groups, num_blocks, host, on_failure=self._fail)
+        group = WorkerGroup(spec, groups, num_blocks, host, on_failure=self._fail)
         with self._lock:
             self._group = group
         self._check_not_stopped()
@@ -330,13 +324,6 @@ def _named(rank: int, error: ray.exceptions.RayError) -> Exception:
     return RuntimeError(f"rank {rank} failed: {death_of(error)}")
 
 
-def death_of(error: ray.exceptions.RayError) -> str:
-    """Why an actor is no more, without Ray's page of advice."""
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return "its node ran out of memory"
-    return "its process died (killed, crashed, or out of memory; the node's Ray logs may say which)"
-
-
 def _check_versions(facts: list[dict[str, Any]]) -> None:
     own = {"rowcast": __version__, "python": platform.python_version()}
     for rank, fact in enumerate(facts):
@@ -346,125 +333,3 @@ def _check_versions(facts: list[dict[str, Any]]) -> None:
                     f"rank {rank} at {fact['node_ip']} has {package} {fact[package]}, the scheduler's node "
                     f"{version}; install the same on every node"
                 )
-
-
-class _Group:
-    """One life of the worker group: the sockets, the loop in its thread, and who watches the ranks."""
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        groups: tuple[KVGroupSpec, ...],
-        num_blocks: int,
-        host: str,
-        *,
-        on_failure: Any,
-    ) -> None:
-        self._spec = spec
-        self._scheduler = Scheduler(spec.scheduler, groups, num_blocks)
-        self._host = host
-        self._on_failure = on_failure
-        self._context = zmq.Context()
-        self._loop: SchedulerLoop | None = None
-        self._waiter: Waiter | None = None
-        self._addresses: GroupAddresses | None = None
-        self.fronts_address = ""
-        self.epoch = time.time_ns()
-        self._bound = threading.Event()
-        self._joined = threading.Event()
-        self._stopping = threading.Event()
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="scheduler-loop", daemon=True)
-
-    def start(self, workers: Sequence[Any]) -> None:
-        """Bind, let the ranks connect, and return when every one of them has answered hello."""
-        self._thread.start()
-        self._bound.wait()
-        self._raise_failure()
-        runs = [worker.run.remote(self._addresses, self.epoch) for worker in workers]
-        threading.Thread(target=self._watch, args=(runs,), name="watch", daemon=True).start()
-        self._joined.wait()
-        self._raise_failure()
-
-    def stop(self, timeout_s: float) -> None:
-        if not self._joined.is_set():
-            # The handshake listens to the ranks alone.
-            self._report_death(0, "the engine was stopped while it started")
-        self._stopping.set()
-        if self._loop is not None and self._waiter is not None:
-            self._loop.stop()
-            self._waiter.wake()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-
-    def snapshot(self) -> dict[str, Any]:
-        loop = self._loop
-        return {} if loop is None else loop.snapshot()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self) -> None:
-        """The loop's thread: makes every socket of it, uses them, closes them."""
-        workers = fronts = waiter = None
-        try:
-            workers = PublishPullChannel(self._context, self._host)
-            fronts = RouterFronts(self._context, self._host)
-            waiter = Waiter(self._context, workers, fronts)
-            cluster = self._spec.cluster
-            num_ranks = cluster.tensor_parallel_size
-            first = FirstCause(workers, waiter.wait, hold_s=_HOLD_ERROR_S if num_ranks > 1 else 0.0)
-            loop = SchedulerLoop(
-                self._scheduler,
-                workers=first,
-                fronts=fronts,
-                wait=first.wait,
-                epoch=self.epoch,
-                num_ranks=num_ranks,
-                ready_timeout_s=cluster.ready_timeout_s,
-                step_deadline_s=cluster.step_deadline_s,
-            )
-            self._addresses, self.fronts_address = workers.addresses, fronts.address
-            self._loop, self._waiter = loop, waiter
-            self._bound.set()
-            loop.handshake()
-            self._joined.set()
-            loop.run()
-        except Exception as error:
-            # Before the group has joined, the one who waits for it raises this.
-            self._failure = error if isinstance(error, WorkerGroupError) else _explained(error)
-            if self._joined.is_set():
-                self._on_failure(self._failure)
-        finally:
-            self._bound.set()
-            self._joined.set()
-            for closable in (waiter, workers, fronts):
-                if closable is not None:
-                    closable.close()
-
-    def _watch(self, runs: list[Any]) -> None:
-        """Tell the loop, by the socket it listens to anyway, when a rank's process ends without having said why."""
-        pending = list(runs)
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1)
-            for run in done:
-                try:
-                    ray.get(run)
-                except ray.exceptions.RayTaskError:
-                    pass  # the rank has reported this itself
-                except ray.exceptions.RayError as error:
-                    self._report_death(runs.index(run), death_of(error))
-
-    def _report_death(self, rank: int, text: str) -> None:
-        if self._stopping.is_set() or self._addresses is None:
-            return
-        message = encode_error(epoch=self.epoch, sequence=DEATH, rank=rank, text=text)
-        report_once(self._context, self._addresses, message)
-
-
-def _explained(error: Exception) -> Exception:
-    """A failure of our own loop, told apart from what a rank or the user did."""
-    if isinstance(error, TimeoutError):
-        return error
-    return RuntimeError(f"the scheduler failed: {type(error).__name__}: {error}")
