@@ -23,7 +23,7 @@ def warm_up_steps(
     config: WorkerConfig, groups: Sequence[KVGroupSpec], num_blocks: int
 ) -> Iterator[SchedulerOutput]:
     """Prefill and decode one row, then one of each kind (as many as fit), and free them all."""
-    prompt_len = min(_PROMPT_LEN, config.max_model_len - 1)
+    prompt_len = min(_PROMPT_LEN, config.max_model_len - 1, config.max_num_batched_tokens)
     if prompt_len < 1:
         return
     blocks_of_row = [-(-(prompt_len + 1) // group.block_size) for group in groups]
