@@ -9,21 +9,28 @@ from __future__ import annotations
 import atexit
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..scheduler.front_messages import RefusalReason
 from ..scheduler.messages import MAX_REQUEST_ID_BYTES
 from ..scheduler.sampling_params import MAX_SEED, SamplingParams
 from .attach import connect
+from .client_requests import (
+    BATCH_REQUESTS,
+    ClientRequest,
+    Overloaded,
+    batches,
+    conversation_on_wire,
+    exception_of,
+    on_wire,
+)
 from .config import RAY_NAMESPACE
 from .engine import EngineFailed
 from .front import Accepted, FrontRequest, PollAnswer, PromptOnWire
 from .mailboxes import Update
-from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .outputs import RequestOutput
 from .prompts import (
     Conversation,
     Prompt,
@@ -37,75 +44,11 @@ from .prompts import (
 
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 
-_BATCH_REQUESTS = 256
-_BATCH_BYTES = 4 * 2**20
 _LONGEST_POLL_S = 10.0
 _CALL_TIMEOUT_S = 60.0
 
 
-class Overloaded(EngineFailed):
-    """Too many requests wait at the engine: try again later."""
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Request:
-    """One request as this client sees it. Changed by the poll thread, under the client's lock."""
-
-    counter: int
-    request_id: str
-    given: PromptOnWire
-    params: SamplingParams
-    streams: bool
-    prompt: str | None
-    prompt_token_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    text_len_at: dict[int, int] = field(default_factory=lambda: {0: 0})  # by number of tokens
-    sent: bool = False  # the front has taken it
-    update: Update | None = None  # the newest
-    error: Exception | None = None
-    version: int = 0  # grows with every change
-
-    @property
-    def over(self) -> bool:
-        return self.error is not None or (self.update is not None and self.update.finished)
-
-    def take(self, update: Update) -> None:
-        """Put an update in its place: it continues at `first`, and may repeat what an earlier answer held."""
-        self.token_ids[update.first :] = np.frombuffer(update.token_ids, "<i4").tolist()
-        self.text = self.text[: self.text_len_at[update.first]] + update.text
-        self.text_len_at = {
-            num_tokens: length
-            for num_tokens, length in self.text_len_at.items()
-            if num_tokens >= update.first
-        } | {len(self.token_ids): len(self.text)}
-        self.update = update
-        if update.error is not None:
-            self.error = _exception(*update.error)
-        self.version += 1
-
-    def output(self) -> RequestOutput:
-        update = self.update
-        completion = CompletionOutput(
-            index=0,
-            text=self.text,
-            token_ids=list(self.token_ids),
-            finish_reason=None if update is None else update.finish_reason,
-            stop_reason=None if update is None else update.stop_reason,
-        )
-        metrics = update and RequestMetrics(
-            arrival_time_s=update.arrival_time_s,
-            first_token_time_s=update.first_token_time_s,
-            finished_time_s=update.finished_time_s,
-        )
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            finished=completion.finished,
-            metrics=metrics,
-        )
+__all__ = ["Client", "EngineFailed", "Overloaded"]
 
 
 class Client:
@@ -139,7 +82,9 @@ class Client:
         self._uuid = secrets.token_bytes(16)
         self._poll_s = min(_LONGEST_POLL_S, self.info["mailbox_idle_s"] / 3)
         self._changed = threading.Condition()
-        self._requests: dict[int, _Request] = {}  # by counter: sent, and their end is not here yet
+        self._requests: dict[
+            int, ClientRequest
+        ] = {}  # by counter: sent, and their end is not here yet
         self._cursors: dict[int, int] = {}  # tokens here that the front was not told of
         self._ended: list[int] = []  # ends here that the front was not told of
         self._next_counter = 0
@@ -158,7 +103,7 @@ class Client:
         """
         listed = list_prompts(prompts)
         names = None if is_one_prompt(prompts) else [f"prompts[{i}]" for i in range(len(listed))]
-        return self._answer([_on_wire(p) for p in listed], listed, sampling_params, names)
+        return self._answer([on_wire(p) for p in listed], listed, sampling_params, names)
 
     def chat(
         self,
@@ -168,7 +113,7 @@ class Client:
         """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
         conversations = list_conversations(messages)
         one = any(conversation is messages for conversation in conversations)
-        wires = [_conversation(c) for c in conversations]
+        wires = [conversation_on_wire(c) for c in conversations]
         names = None if one else [f"conversations[{i}]" for i in range(len(wires))]
         return self._answer(wires, [None] * len(wires), sampling_params, names)
 
@@ -180,7 +125,7 @@ class Client:
     ) -> Iterator[RequestOutput]:
         """Answer one prompt as its tokens come: each output holds all text so far. Leaving the loop aborts it."""
         listed = one_prompt(prompt)
-        return self._stream(_on_wire(listed), listed, sampling_params, request_id)
+        return self._stream(on_wire(listed), listed, sampling_params, request_id)
 
     def stream_chat(
         self,
@@ -189,7 +134,7 @@ class Client:
         request_id: str | None = None,
     ) -> Iterator[RequestOutput]:
         """`stream` for one conversation."""
-        return self._stream(_conversation(messages), None, sampling_params, request_id)
+        return self._stream(conversation_on_wire(messages), None, sampling_params, request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request of this client that another thread, or an open `stream`, waits for. Others are left alone."""
@@ -240,7 +185,9 @@ class Client:
             for wire, prompt, wanted in zip(wires, prompts, params, strict=True)
         ]
         try:
-            for batch in _batches(requests):
+            most = min(BATCH_REQUESTS, self.info["max_waiting"])
+            for batch in batches(requests, most=most):
+                self._wait_for_room(len(batch))
                 self._send(batch)
                 self._raise_first_error(requests, names)
             with self._changed:
@@ -253,6 +200,12 @@ class Client:
             raise
         return [request.output() for request in requests]
 
+    def _wait_for_room(self, num_more: int) -> None:
+        """Hold a long list back: beyond its queue the scheduler refuses."""
+        with self._changed:
+            while self._requests and len(self._requests) + num_more > self.info["max_waiting"]:
+                self._changed.wait()
+
     def _stream(
         self,
         wire: PromptOnWire,
@@ -264,7 +217,7 @@ class Client:
         request = self._new(wire, prompt, params, request_id, streams=True)
         return self._outputs(request)
 
-    def _outputs(self, request: _Request) -> Iterator[RequestOutput]:
+    def _outputs(self, request: ClientRequest) -> Iterator[RequestOutput]:
         # Sent at the first `next`: a generator that is never started has no end to clean up at.
         seen = 0
         try:
@@ -291,7 +244,7 @@ class Client:
         request_id: str | None,
         *,
         streams: bool,
-    ) -> _Request:
+    ) -> ClientRequest:
         if request_id is not None and (
             not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_BYTES
         ):
@@ -300,7 +253,7 @@ class Client:
             )
         with self._changed:
             counter, self._next_counter = self._next_counter, self._next_counter + 1
-        return _Request(
+        return ClientRequest(
             counter=counter,
             request_id=request_id or f"{self._uuid.hex()[:12]}-{counter}",
             given=wire,
@@ -309,7 +262,7 @@ class Client:
             prompt=prompt if isinstance(prompt, str) else None,
         )
 
-    def _send(self, requests: Sequence[_Request]) -> None:
+    def _send(self, requests: Sequence[ClientRequest]) -> None:
         """Submit; what is rejected has its error afterwards."""
         with self._changed:
             if self._closed:
@@ -341,15 +294,18 @@ class Client:
                     request.sent = True
                 else:
                     text = answer.text.removeprefix(f"request {request.request_id}: ")
-                    request.error = _exception(answer.reason, text)
+                    request.error = exception_of(answer.reason, text)
                     request.version += 1
                     self._requests.pop(request.counter, None)
             self._changed.notify_all()
 
-    def _give_up(self, requests: Sequence[_Request]) -> None:
-        """Abort those that are not over; their ends are taken in by the poll thread."""
+    def _give_up(self, requests: Sequence[ClientRequest]) -> None:
+        """Abort those that are not over. Their ends are taken in by the poll thread, if the front knows them."""
         with self._changed:
             live = [r.counter for r in requests if r.counter in self._requests]
+            for request in requests:
+                if not request.sent:
+                    self._requests.pop(request.counter, None)
             if self._closed:
                 return
         if live:
@@ -358,7 +314,9 @@ class Client:
             except EngineFailed:
                 return  # the engine is gone, and with it what there was to abort
 
-    def _raise_first_error(self, requests: Sequence[_Request], names: Sequence[str] | None) -> None:
+    def _raise_first_error(
+        self, requests: Sequence[ClientRequest], names: Sequence[str] | None
+    ) -> None:
         for index, request in enumerate(requests):
             error = request.error
             if isinstance(error, ValueError) and names is not None:
@@ -369,47 +327,63 @@ class Client:
     # ------------------------------------------------------------ the poll thread
 
     def _poll(self) -> None:
-        while True:
+        """Take updates in until closed. Whatever goes wrong, nobody is left waiting."""
+        try:
+            while self._poll_once():
+                pass
+        except BaseException as error:
             with self._changed:
-                while not self._closed and not self._ended and not self._waiting_for():
-                    self._changed.wait()
-                if self._closed:
-                    return
-                cursors, self._cursors = list(self._cursors.items()), {}
-                ended, self._ended = self._ended, []
-                expected = self._waiting_for()
-            timeout_s = self._poll_s if expected else 0.0
-            try:
-                answer: PollAnswer = self._call(
-                    self._front.poll, self._uuid, cursors, ended, timeout_s
-                )
-            except EngineFailed as error:
-                self._lose(expected, error)
-                continue
+                self._closed = True
+                everything = list(self._requests)
+            self._lose(
+                everything, EngineFailed(f"the client failed: {type(error).__name__}: {error}")
+            )
+            raise
+
+    def _poll_once(self) -> bool:
+        """One long poll, once there is something to wait for or to tell; False when the client is closed."""
+        with self._changed:
+            while not self._closed and not self._ended and not self._waiting_for():
+                self._changed.wait()
+            if self._closed:
+                return False
+            cursors, self._cursors = list(self._cursors.items()), {}
+            ended, self._ended = self._ended, []
+            expected = self._waiting_for()
+        timeout_s = self._poll_s if expected else 0.0
+        try:
+            answer: PollAnswer = self._call(self._front.poll, self._uuid, cursors, ended, timeout_s)
             with self._changed:
-                for update in answer.updates:
-                    self._take(update)
+                strays = [u.counter for u in answer.updates if not self._take(u)]
                 self._changed.notify_all()
-            if not answer.known:
-                idle_s = self.info["mailbox_idle_s"]
-                text = f"the engine gave this request up: nobody polled for it in {idle_s:g} s"
-                self._lose(expected, EngineFailed(text))
+            if strays:
+                self._call(self._front.abort, self._uuid, strays)
+        except EngineFailed as error:
+            self._lose(expected, error)
+            return True
+        if not answer.known:
+            idle_s = self.info["mailbox_idle_s"]
+            text = f"the engine gave this request up: nobody polled for it in {idle_s:g} s"
+            self._lose(expected, EngineFailed(text))
+        return True
 
     def _waiting_for(self) -> list[int]:
         """Counters of what the front has taken and not ended."""
         return [counter for counter, request in self._requests.items() if request.sent]
 
-    def _take(self, update: Update) -> None:
+    def _take(self, update: Update) -> bool:
+        """Put an update to its request. False if nobody here knows that one: its call was interrupted. It is noted all
+        the same, or the front would tell of it again and again."""
         request = self._requests.get(update.counter)
-        if request is None:
-            return
-        request.take(update)
+        if request is not None:
+            request.take(update)
         if update.finished:
-            del self._requests[update.counter]
+            self._requests.pop(update.counter, None)
             self._cursors.pop(update.counter, None)
             self._ended.append(update.counter)
         else:
-            self._cursors[update.counter] = len(request.token_ids)
+            self._cursors[update.counter] = update.first + len(update.token_ids) // 4
+        return request is not None or update.finished
 
     def _lose(self, counters: Sequence[int], error: EngineFailed) -> None:
         with self._changed:
@@ -441,40 +415,3 @@ class Client:
             raise EngineFailed(
                 f"engine {self._name!r} is gone: its front cannot be reached ({type(error).__name__})"
             ) from None
-
-
-def _exception(reason: RefusalReason, text: str) -> Exception:
-    if reason is RefusalReason.INVALID:
-        return ValueError(text)
-    return Overloaded(text) if reason is RefusalReason.OVERLOADED else EngineFailed(text)
-
-
-def _on_wire(prompt: Prompt) -> PromptOnWire:
-    return prompt if isinstance(prompt, str) else np.array(prompt, "<i4").tobytes()
-
-
-def _conversation(messages: Conversation) -> list[dict[str, Any]]:
-    if isinstance(messages, str | bytes | Mapping) or not all(
-        isinstance(message, Mapping) for message in messages
-    ):
-        raise ValueError(
-            'a conversation must be a list of messages such as {"role": "user", "content": "Hi"}, '
-            f"got {messages!r:.60}"
-        )
-    return [dict(message) for message in messages]
-
-
-def _batches(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
-    """Cut a long list so that no one call carries too much."""
-    batch: list[_Request] = []
-    size = 0
-    for request in requests:
-        given = request.given
-        cost = len(given) if isinstance(given, bytes | str) else len(str(given))
-        if batch and (len(batch) >= _BATCH_REQUESTS or size + cost > _BATCH_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(request)
-        size += cost
-    if batch:
-        yield batch

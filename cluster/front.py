@@ -173,6 +173,7 @@ class Front:
             "name": self.config.engine_name,
             "model": self.config.model_name,
             "max_model_len": scheduler.max_model_len,
+            "max_waiting": scheduler.max_waiting,
             "mailbox_idle_s": self.config.mailbox_idle_s,
             "clients": self.mailboxes.num_clients,
             "requests": self.mailboxes.num_requests,

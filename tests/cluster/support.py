@@ -23,11 +23,13 @@ EOS = 256
 
 
 def spec_of(model_dir: Path, name: str, ranks: int = 2, **cluster: Any) -> EngineSpec:
-    """An engine of few rows and blocks: 8 requests at once, 256 blocks of 16 tokens."""
+    """A small engine: 8 requests run at once and 64 wait."""
     sizes = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     return EngineSpec(
         cluster=ClusterConfig(name=name, tensor_parallel_size=ranks, **cluster),
-        scheduler=SchedulerConfig(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), **sizes),
+        scheduler=SchedulerConfig(
+            vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), max_waiting=64, **sizes
+        ),
         model_dir=str(model_dir),
         model_name="tiny",
         worker={

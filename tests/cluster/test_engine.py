@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 from rowcast.cluster import engine
-from rowcast.cluster.client import Client
+from rowcast.cluster.client import Client, Overloaded
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.tests.cluster.support import Cluster, in_another_process
 
@@ -176,12 +176,39 @@ def test_leaving_a_stream_aborts_it(client: Client, cluster: Cluster) -> None:
 
 
 def test_many_prompts_go_in_batches(client: Client, cluster: Cluster) -> None:
-    """R10: 300 prompts of 1,500 ids are 1.8 MB; more than one call's worth of requests."""
+    """R10: more than one call's worth, and more than the 72 that run and wait: the rest is held back, not refused."""
     prompts = [[1 + i % 200] * 60 for i in range(300)]
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     outputs = client.generate(prompts, params)
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
+    cluster.wait_until(is_idle)
+
+
+def test_a_full_queue_answers_at_once(client: Client, cluster: Cluster) -> None:
+    """8 run and 64 wait: of 80 at once some are refused, in words, and the others are not touched."""
+    refused: list[str] = []
+    reasons: list[str | None] = []
+
+    def drain(index: int) -> None:
+        try:
+            outputs = list(client.stream([1 + index] * 60, LONG, request_id=f"q{index}"))
+            reasons.append(outputs[-1].outputs[0].finish_reason)
+        except Overloaded as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=drain, args=(i,)) for i in range(80)]
+    for thread in threads:
+        thread.start()
+    cluster.wait_until(lambda status: bool(refused))
+    for index in range(80):
+        client.abort(f"q{index}")
+    for thread in threads:
+        thread.join(10)
+    assert len(refused) + len(reasons) == 80
+    assert len(refused) <= 8
+    assert all("64" in text for text in refused)
+    assert set(reasons) <= {"abort", "length"}
     cluster.wait_until(is_idle)
 
 
@@ -204,7 +231,7 @@ def test_ten_clients_at_once(started: engine.EngineInfo, cluster: Cluster) -> No
 STREAM_SCRIPT = """
 import json, sys, rowcast
 client = rowcast.Client(sys.argv[1], name="t")
-params = rowcast.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+params = rowcast.SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 grown = [o.outputs[0].text for o in client.stream("Hello", params)]
 stream = client.stream("abc", rowcast.SamplingParams(max_tokens=1900, ignore_eos=True), request_id="r")
 next(stream)
@@ -220,10 +247,11 @@ def test_a_ray_client_in_another_process_streams_and_aborts(
     client: Client, cluster: Cluster
 ) -> None:
     """Through ray://, with nothing on stderr and no torch."""
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     output = in_another_process(STREAM_SCRIPT, cluster.client_address)
     grown, reason, whole, heavy = json.loads(output)
     assert len(grown) > 1
-    assert grown[-1] == whole == client.generate("Hello", GREEDY)[0].outputs[0].text
+    assert grown[-1] == whole == client.generate("Hello", params)[0].outputs[0].text
     assert reason == "abort"
     assert heavy == []
     cluster.wait_until(is_idle)
