@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -173,6 +174,24 @@ def test_leaving_a_stream_aborts_it(client: Client, cluster: Cluster) -> None:
         if len(output.outputs[0].token_ids) > 2:
             break
     cluster.wait_until(is_idle)
+
+
+def test_a_call_that_is_broken_off_leaves_nothing(
+    client: Client, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a prompt is on its way: the front has it, this side does not know."""
+    call = client._call
+
+    def broken_off(*arguments: Any) -> None:
+        call(*arguments)
+        monkeypatch.setattr(client, "_call", call)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "_call", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        client.generate("abc", LONG)
+    cluster.wait_until(is_idle)
+    assert client.generate("fine", GREEDY)[0].finished
 
 
 def test_many_prompts_go_in_batches(client: Client, cluster: Cluster) -> None:
