@@ -34,6 +34,14 @@ def meeting_host(scheduler_ip: str, rank_ips: Sequence[str]) -> str:
     return scheduler_ip
 
 
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens at on this node's address `host` now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        return listener.getsockname()[1]
+
+
 def interface_of(ip: str) -> str | None:
     """The network interface that owns an address of this node ("eth0"); None when none of them does.
 

@@ -199,7 +199,7 @@ class SchedulerActor:
 
     def _note_loaded(self) -> None:
         shares = [worker.share_loaded.remote() for worker in self._workers]
-        with contextlib.suppress(ray.exceptions.GetTimeoutError):
+        with contextlib.suppress(ray.exceptions.RayError):  # whoever died is found by its load
             share = min(ray.get(shares, timeout=1.0))
             with self._lock:
                 self._loaded = share

@@ -15,7 +15,7 @@ import ray
 from .. import __version__
 from ..scheduler.kv_groups import KVGroupSpec
 from .channel import GroupAddresses, SubscribePushChannel
-from .network import interface_of
+from .network import free_port, interface_of
 
 CONTROL = "control"
 
@@ -48,12 +48,10 @@ class WorkerActor:
         """How much of this rank's weights is there, 0 to 1."""
         return self._share_loaded
 
+    @ray.method(concurrency_group=CONTROL)
     def pick_port(self, host: str) -> int:
-        """A free port of this node for the group's meeting."""
-        self._set_threads()
-        from ..worker.parallel import TensorParallelGroup
-
-        return TensorParallelGroup.pick_port(host)
+        """A free port of this node for the group's meeting. Without torch: all ranks then load it at the same time."""
+        return free_port(host)
 
     def load(
         self, address: str | None, host: str, timeout_s: float
