@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from rowcast.scheduler.kv_groups import KVGroupSpec
 from rowcast.worker.config import WorkerConfig
 from rowcast.worker.state import WorkerState
