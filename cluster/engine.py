@@ -152,18 +152,20 @@ def engine_status(name: str = "default", address: str | None = None) -> dict[str
         session.disconnect()
 
 
-def wait_engine(name: str, timeout_s: float | None = None) -> str | None:
+def wait_engine(name: str, timeout_s: float) -> str | None:
     """Wait, connected, until the engine ends, and say why; None when it still runs after timeout_s.
 
     Returns: `STOPPED` when someone stopped it; any other sentence is a failure.
     """
+    import ray
     import ray.exceptions
 
     scheduler = _actor(f"{name}/scheduler")
     if scheduler is None:
         return STOPPED
     try:
-        return ray.get(scheduler.ended.remote(), timeout=timeout_s)
+        # The scheduler itself gives up in time: a call that only we gave up would go on there.
+        return ray.get(scheduler.ended.remote(timeout_s), timeout=timeout_s + _CALL_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
         return None
     except ray.exceptions.RayError:
@@ -349,8 +351,14 @@ def _actor(full_name: str) -> Any:
 
 def _get(reference: Any) -> Any:
     import ray
+    import ray.exceptions
 
-    return ray.get(reference, timeout=_CALL_TIMEOUT_S)
+    try:
+        return ray.get(reference, timeout=_CALL_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError:
+        raise TimeoutError(
+            f"the engine's scheduler did not answer within {_CALL_TIMEOUT_S:g} s; end the engine with `rowcast stop`"
+        ) from None
 
 
 # ---------------------------------------------------------------- where

@@ -108,10 +108,14 @@ class SchedulerActor:
             status |= group.snapshot()
         return status
 
-    def ended(self) -> str:
-        """Block until the engine is no more; the sentence that tells why."""
+    def ended(self, timeout_s: float | None = None) -> str | None:
+        """Block until the engine is no more and say why; None when it still runs after timeout_s.
+
+        Whoever waits holds one of this actor's threads even after giving up: only the front may wait for ever.
+        """
         with self._lock:
-            self._lock.wait_for(lambda: self._state in ("failed", "stopped"))
+            if not self._lock.wait_for(lambda: self._state in ("failed", "stopped"), timeout_s):
+                return None
             return self._error[1] if self._error is not None else STOPPED
 
     def stop(self) -> None:

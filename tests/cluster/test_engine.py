@@ -295,6 +295,15 @@ def test_a_client_that_vanishes_leaves_nothing(
     cluster.wait_until(lambda s: is_idle(s) and s["clients"] <= clients, timeout_s=15)
 
 
+def test_waits_for_the_end_that_were_given_up_hold_nothing(
+    started: engine.EngineInfo, cluster: Cluster
+) -> None:
+    """Each kept one of the scheduler's 16 threads: `rowcast status` hung after a quarter of an hour of `serve`."""
+    for _ in range(20):
+        assert engine.wait_engine(cluster.name, 0.02) is None
+    assert cluster.status()["state"] == "ready"
+
+
 def test_no_torch_in_the_scheduler_and_the_front(
     started: engine.EngineInfo, cluster: Cluster
 ) -> None:
