@@ -28,6 +28,7 @@ class Footprint:
     ports: frozenset[int]
     shared_memory: frozenset[str]
     folder: str
+    taken_at: float  # time.time()
 
     @classmethod
     def of(cls, head: HeadRecord) -> Footprint:
@@ -46,6 +47,7 @@ class Footprint:
             ports=frozenset(ports),
             shared_memory=frozenset(shared),
             folder=head.temp_dir,
+            taken_at=time.time(),
         )
 
     def left(self, timeout_s: float = 5.0) -> list[str]:
@@ -53,7 +55,7 @@ class Footprint:
         _, alive = psutil.wait_procs(list(self.processes), timeout=timeout_s)
         left = [f"process {process.pid} ({_name(process)})" for process in alive]
         deadline = time.monotonic() + timeout_s
-        while (open_ports := self.ports & _listening()) and time.monotonic() < deadline:
+        while (open_ports := self._open_ports()) and time.monotonic() < deadline:
             time.sleep(0.1)
         left += [f"port {port}" for port in sorted(open_ports)]
         left += [
@@ -63,9 +65,25 @@ class Footprint:
             left.append(f"folder {self.folder}")
         return left
 
+    def _open_ports(self) -> set[int]:
+        """Those of the ports that somebody who may belong to the cluster listens on.
 
-def _listening() -> set[int]:
-    return _ports(psutil.net_connections("tcp"))
+        A process that began after the look is a stranger who got a port that had become free.
+        """
+        return _ports(
+            connection
+            for connection in psutil.net_connections("tcp")
+            if not _began_after(connection.pid, self.taken_at)
+        ) & set(self.ports)
+
+
+def _began_after(pid: int | None, moment: float) -> bool:
+    if pid is None:
+        return False
+    try:
+        return psutil.Process(pid).create_time() > moment
+    except psutil.NoSuchProcess:
+        return True  # gone meanwhile, and its port with it
 
 
 def _ports(connections: Iterable[Any]) -> set[int]:
