@@ -22,13 +22,16 @@ _SHARED_MEMORY = "/dev/shm/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """A running cluster's traces: processes, the ports they listen on, shared memory that they map, its folder."""
+    """A running cluster's traces: processes, the ports they listen on, shared memory that they map, its folder.
+
+    newest: when the newest of the processes began.
+    """
 
     processes: tuple[psutil.Process, ...]
     ports: frozenset[int]
     shared_memory: frozenset[str]
     folder: str
-    taken_at: float  # time.time()
+    newest: float
 
     @classmethod
     def of(cls, head: HeadRecord) -> Footprint:
@@ -38,8 +41,10 @@ class Footprint:
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = psutil.Process(head.pid)
             processes = [parent, *parent.children(recursive=True)]
+        began: list[float] = []  # by psutil's clock, which is not time.time()'s to the second
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                began.append(process.create_time())
                 ports |= _ports(process.net_connections("tcp"))
                 shared |= _mapped_shared_memory(process.pid)
         return cls(
@@ -47,7 +52,7 @@ class Footprint:
             ports=frozenset(ports),
             shared_memory=frozenset(shared),
             folder=head.temp_dir,
-            taken_at=time.time(),
+            newest=max(began, default=0.0),
         )
 
     def left(self, timeout_s: float = 5.0) -> list[str]:
@@ -68,12 +73,12 @@ class Footprint:
     def _open_ports(self) -> set[int]:
         """Those of the ports that somebody who may belong to the cluster listens on.
 
-        A process that began after the look is a stranger who got a port that had become free.
+        A process that began after the cluster's newest is a stranger who got a port that had become free.
         """
         return _ports(
             connection
             for connection in psutil.net_connections("tcp")
-            if not _began_after(connection.pid, self.taken_at)
+            if not _began_after(connection.pid, self.newest)
         ) & set(self.ports)
 
 
