@@ -241,3 +241,18 @@ def test_tiny_temperature_is_greedy_and_stays_finite():
     logits = random_logits(4, 50, spread=30.0)
     rows = rows_of(4, temperature=1e-38, top_p=0.9)
     assert (sample(logits, rows) == logits.argmax(dim=1).numpy()).all()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000], ids=["positive", "negative"])
+@pytest.mark.parametrize("share", [1, 2], ids=["every score", "every other score"])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}],
+    ids=str,
+)
+def test_nan_is_no_score(options, share, bits):
+    """Damaged weights answered with id 0 again and again, or, with top-p, with id -1."""
+    logits = random_logits(3, 500)
+    logits[1, ::share] = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    with pytest.raises(RuntimeError, match="the model computed NaN instead of scores"):
+        sample(logits, rows_of(3, **options))

@@ -85,7 +85,7 @@ class Sampler:
                 Offer(digest=digest, best=best, found=empty.view(0, 0), masses=empty.double()),
                 self._parallel,
             )
-            tokens = keys.ids_of(offers.best.amax(dim=0)).to("cpu", torch.int32).numpy()
+            tokens = _ids_of_best(offers.best)
             return Sampled(tokens=tokens, digests=_digest_bytes(offers.digests))
 
         filter_ = _Filter(rows[filtered], self._vocab_size, logits.device)
@@ -103,7 +103,8 @@ class Sampler:
 
         tokens = np.empty(len(logits), np.int32)
         if len(single):
-            tokens[single] = keys.ids_of(offers.best.amax(dim=0)).cpu().numpy()
+            tokens[single] = _ids_of_best(offers.best)
+        _refuse_nan(offers.found)
         sizes = torch.tensor(self._sizes, device=logits.device)
         ordered, certain = candidates.merge(offers.found, sizes)
         total = top_p.total_mass(offers.masses, keys.scores_of(offers.found.amax(dim=2)))
@@ -235,6 +236,22 @@ class _Filter:
         perturbed = keys.scores_of(ordered) + noise.gumbel(self._stream, ids)
         contest = keys.pack(perturbed, ids).masked_fill_(~stays, candidates.NO_CANDIDATE)
         return keys.ids_of(contest.amax(dim=1)), settled
+
+
+def _ids_of_best(best: torch.Tensor) -> np.ndarray:
+    """Shapes: best [world_size, n] keys; returns [n] int32 ids."""
+    highest = best.amax(dim=0).cpu()
+    _refuse_nan(highest)
+    return keys.ids_of(highest).to(torch.int32).numpy()
+
+
+def _refuse_nan(found: torch.Tensor) -> None:
+    """Raises: RuntimeError if a key's score is NaN. Nothing compares with it: the choice would be id 0, or none."""
+    if bool((keys.scores_of(found).isnan() & (found != candidates.NO_CANDIDATE)).any()):
+        raise RuntimeError(
+            "the model computed NaN instead of scores; its weights are damaged (download them again), or the dtype "
+            "is too narrow for them (use bfloat16 or float32)"
+        )
 
 
 def _index(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
