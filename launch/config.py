@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..worker.model_config import ModelConfig
 
 DEFAULT_CLIENT_PORT = 10001
+MAX_NUM_SEQS = 2**16
 _UNITS = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -149,7 +150,7 @@ class EngineOptions:
 # Lowest and highest value. The highest are far beyond use: tables and buffers of more would take the machine's memory
 # before anything could say why.
 _RANGES = {
-    "max_num_seqs": (1, 2**16),
+    "max_num_seqs": (1, MAX_NUM_SEQS),
     "max_num_batched_tokens": (1, 2**20),
     "max_model_len": (2, 2**31 - 1),  # a prompt token and an output
 }

@@ -96,6 +96,10 @@ class LLM:
 
         self.plan = plan
         self._text = TextProcessor(plan.model_dir)
+        if self._text.has_tokenizer:
+            self._text.encode(
+                ""
+            )  # a damaged one is found here, not by a prompt after the weights were read
         if options.tensor_parallel_size == 1 and address is None:
             from .embedded_llm import EmbeddedLLM
 

@@ -30,6 +30,7 @@ from ...scheduler.scheduler import Scheduler
 from ...worker.backend import select_backend
 from ...worker.input_batch import InputBuilder
 from ...worker.state import WorkerState
+from ..config import MAX_NUM_SEQS
 from .throughput import machine, versions
 
 PHASES = ("schedule", "encode", "decode", "apply", "inputs", "update")
@@ -173,12 +174,14 @@ def bench_control_plane(
 
     Returns: us_per_step and us_per_step_median (microseconds by phase: schedule, encode, decode, apply, inputs, update,
         total), bytes_per_step (mean broadcast), max_bytes_per_step, result_bytes, sizes, versions, machine.
-    Raises: ValueError for a size below 1 (warmup below 0).
+    Raises: ValueError for a size below 1 (warmup below 0), or more rows than an engine can have.
     """
     sizes = {"rows": rows, "steps": steps, "block_size": block_size, "kv_groups": kv_groups}
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if rows > MAX_NUM_SEQS:
+        raise ValueError(f"rows must be at most {MAX_NUM_SEQS}, as max_num_seqs, got {rows}")
     if warmup < 0:
         raise ValueError(f"warmup must be at least 0, got {warmup}")
     plane = ControlPlane(

@@ -35,8 +35,14 @@ def measure(
 ) -> dict[str, Any]:
     """Run all prompts at once and count.
 
+    Raises: ValueError if a prompt and its answer do not fit the model.
     Returns: seconds, num_output_tokens, output_tokens_per_s (outputs alone), total_tokens_per_s (prompts too).
     """
+    if input_len + output_len > llm.plan.max_model_len:
+        raise ValueError(
+            f"input_len {input_len} and output_len {output_len} make {input_len + output_len} tokens, max_model_len is "
+            f"{llm.plan.max_model_len}; lower one of the two"
+        )
     prompts = random_prompts(
         num_prompts=num_prompts,
         input_len=input_len,

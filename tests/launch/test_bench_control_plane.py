@@ -52,3 +52,9 @@ def test_any_number_of_rows_is_measured(rows: int):
 def test_a_size_below_one_is_refused_by_name(name: str):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         bench_control_plane(**{name: 0})
+
+
+def test_more_rows_than_an_engine_can_have_are_refused():
+    """It ended as an internal error: 35 TiB of block ids."""
+    with pytest.raises(ValueError, match="rows must be at most 65536, as max_num_seqs, got 99999"):
+        bench_control_plane(rows=99_999_999)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shutil
 import signal
 import threading
 import time
@@ -336,6 +337,15 @@ def test_a_request_larger_than_the_whole_pool_is_refused(model):
 def test_a_pool_too_small_for_one_block_says_what_to_raise(model):
     with pytest.raises(ValueError, match="raise --kv-cache-memory"):
         make_llm(model, kv_cache_memory=100)
+
+
+def test_a_damaged_tokenizer_is_found_before_the_weights_are_read(model, tmp_path):
+    """It came as a mistake in prompts[0], after the whole start."""
+    folder = shutil.copytree(model, tmp_path / "damaged")
+    (folder / "tokenizer.json").write_text("{")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match=r"^cannot read .*tokenizer\.json: "):
+        make_llm(folder)
 
 
 @pytest.mark.parametrize("option", ["enforce_eager", "pipeline_parallel_size"])

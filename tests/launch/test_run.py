@@ -125,6 +125,17 @@ def test_bench_throughput_ends_with_one_line_of_json(command_line, tiny):
     assert figures["sizes"]["output_len"] == 7
 
 
+def test_bench_throughput_refuses_what_does_not_fit_the_model(command_line, tiny):
+    """Answers were cut at the model's length, and the count of them was an internal error."""
+    done = command_line.run(
+        "bench", "throughput", str(tiny), "--input-len", "100", "--output-len", "29"
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "rowcast: input_len 100 and output_len 29 make 129 tokens, max_model_len is 128;"
+    )
+
+
 def test_pull_prints_the_folder_last(command_line, smollm2_dir):
     done = command_line.run("pull", "smollm2-135m")
     assert done.returncode == 0, done.stderr
