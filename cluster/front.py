@@ -328,6 +328,10 @@ class FrontActor:
     async def info(self) -> dict[str, Any]:
         return self._front.info()
 
+    async def stay(self) -> None:
+        """Never returns: whoever calls this learns of this process's end."""
+        await asyncio.Event().wait()
+
     async def loaded_modules(self) -> list[str]:
         import sys
 

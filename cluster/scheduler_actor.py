@@ -180,6 +180,7 @@ class SchedulerActor:
         self._front = self._create_front(groups, num_blocks, group.fronts_address)
         pid: Any = ray.get(self._front.start.remote(handle), timeout=_ACTOR_START_TIMEOUT_S)
         self._pids["front-0"] = pid
+        threading.Thread(target=self._watch_front, name="watch-front", daemon=True).start()
         self._done("connect workers and front", began, state="ready")
 
     def _hosts(self, worker_ips: Sequence[str]) -> tuple[str, list[str]]:
@@ -306,6 +307,18 @@ class SchedulerActor:
             self._lock.notify_all()
         self._kill_ranks()
         remove_group(self._placement.group)
+
+    def _watch_front(self) -> None:
+        """An engine without its front can be reached by nobody: it is over, not ready."""
+        try:
+            ray.get(self._front.stay.remote())
+        except ray.exceptions.RayError as error:
+            name = self._spec.cluster.name
+            self._fail(
+                RuntimeError(
+                    f"the front of engine {name!r} is gone: {death_of(error)}; start it again"
+                )
+            )
 
     def _kill_ranks(self) -> None:
         for worker in self._workers:

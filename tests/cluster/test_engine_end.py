@@ -79,6 +79,21 @@ def test_a_killed_scheduler_ends_every_request(cluster: Cluster) -> None:
     nothing_is_left(cluster, pids)
 
 
+def test_a_killed_front_ends_the_engine(cluster: Cluster) -> None:
+    """It stayed `ready`, with requests that ran for nobody, and `rowcast serve` went on waiting."""
+    cluster.start(ranks=1)
+    pids = cluster.status()["pids"]
+    with Client(name=cluster.name) as client:
+        stream = client.stream("abc", LONG)
+        next(stream)
+        os.kill(pids["front-0"], signal.SIGKILL)
+        with pytest.raises(engine.EngineFailed, match="its front cannot be reached"):
+            list(stream)
+    assert "the front of engine 't' is gone" in (engine.wait_engine(cluster.name, 10) or "")
+    engine._take_down(cluster.name)
+    nothing_is_left(cluster, pids)
+
+
 def test_a_model_that_cannot_be_loaded_is_the_users_to_mend(
     cluster: Cluster, tmp_path: Path
 ) -> None:
