@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ OnStage = Callable[[str, float], None]
 
 _PROBE_TIMEOUT_S = 4.0
 _CLIENT_ATTEMPTS = 3
+_RECONNECT = "RAY_CLIENT_RECONNECT_GRACE_PERIOD"
+_RECONNECT_S = 5  # Ray's own 30 s are how long a stream would hang when the cluster is gone
 _DIED_AT_BIRTH = ("client server failed", "session that has already been cleaned up")
 
 
@@ -262,7 +264,8 @@ def _join_as_client(address: str, origin: str) -> None:
     LogstreamClient.close = _close_log_stream
     for attempt in range(_CLIENT_ATTEMPTS):
         try:
-            ray.init(address=address, namespace=RAY_NAMESPACE)
+            with _reconnect_soon():
+                ray.init(address=address, namespace=RAY_NAMESPACE)
             worker: Any = ray_client.get_context().client_worker
             worker.log_client.disable_logs()
             return
@@ -275,6 +278,19 @@ def _join_as_client(address: str, origin: str) -> None:
             ):
                 continue
             raise ValueError(_sentence(error, address, origin)) from error
+
+
+@contextlib.contextmanager
+def _reconnect_soon() -> Iterator[None]:
+    """Ray Client reads here how long a broken connection may take to come back; what the user set stays."""
+    if _RECONNECT in os.environ:
+        yield
+        return
+    os.environ[_RECONNECT] = str(_RECONNECT_S)
+    try:
+        yield
+    finally:
+        os.environ.pop(_RECONNECT, None)
 
 
 def _close_log_stream(self: Any) -> None:

@@ -411,7 +411,12 @@ class Client:
             ) from None
         except ray.exceptions.RayTaskError:
             raise
-        except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+        except Exception as error:
+            known = isinstance(error, ray.exceptions.RayError | ConnectionError | RuntimeError)
+            # Ray Client says that it is no longer connected with a plain Exception.
+            if not known and ray.is_initialized():
+                raise
             raise EngineFailed(
-                f"engine {self._name!r} is gone: its front cannot be reached ({type(error).__name__})"
+                f"engine {self._name!r} is gone: its front cannot be reached "
+                f"({type(error).__name__ if known else 'the connection to Ray is closed'})"
             ) from None

@@ -276,6 +276,32 @@ def test_a_ray_client_in_another_process_streams_and_aborts(
     cluster.wait_until(is_idle)
 
 
+LOST_SCRIPT = """
+import sys, ray, rowcast
+from rowcast.cluster.engine import EngineFailed
+client = rowcast.Client(sys.argv[1], name="t")
+stream = client.stream("abc", rowcast.SamplingParams(max_tokens=1900, ignore_eos=True))
+next(stream)
+print(ray.util.client.ray.get_context().client_worker._reconnect_grace_period)
+ray.shutdown()
+for use in (lambda: list(stream), lambda: client.generate("abc"), client.close):
+    try:
+        use()
+    except EngineFailed as error:
+        print(error)
+"""
+
+
+def test_a_connection_that_was_lost_is_a_sentence(
+    started: engine.EngineInfo, cluster: Cluster
+) -> None:
+    """Ray Client went on for 30 s when its cluster was gone, and then raised a plain Exception at each call."""
+    lines = in_another_process(LOST_SCRIPT, cluster.client_address).splitlines()
+    assert lines[0] == "5"
+    assert len(lines) == 3
+    assert all("engine 't' is gone: its front cannot be reached" in line for line in lines[1:])
+
+
 VANISH_SCRIPT = """
 import os, sys, rowcast
 client = rowcast.Client(sys.argv[1], name="t")
