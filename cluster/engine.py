@@ -15,7 +15,7 @@ from typing import Any
 from . import placement
 from .attach import RaySession, connect, disconnect
 from .config import RAY_NAMESPACE, STOPPED, EngineSpec
-from .local_ray import is_running, stop_head
+from .local_ray import can_connect, is_running, stop_head
 from .state_file import EngineRecord, read_record, remove_record, write_record
 
 __all__ = [
@@ -373,15 +373,17 @@ def _may_attach() -> bool:
 def _reach(name: str, address: str | None) -> RaySession:
     """Connect to the cluster of an engine that is there: the address given, else where its file says."""
     record = read_record(name)
-    if address is None and record is not None and record.address:
-        if record.head is None or is_running(record.head):
-            session = connect(record.address, name=name)
-            head = record.head
-            return session if head is None else replace(session, client_address=head.client_address)
+    if address is not None or record is None or not record.address:
+        return connect(address, name=name, start=False)
+    head = record.head
+    # The port closes first when a head ends, its process goes last.
+    if (head is not None and not is_running(head)) or not can_connect(record.address):
         raise ValueError(
-            f"the Ray cluster of engine {name!r} is gone; clear up with `rowcast stop --name {name}`"
+            f"nothing answers at {record.address}, where engine {name!r} ran; if that Ray cluster is gone, "
+            f"clear up with `rowcast stop --name {name}`"
         )
-    return connect(address, name=name, start=False)
+    session = connect(record.address, name=name)
+    return session if head is None else replace(session, client_address=head.client_address)
 
 
 def _unknown(name: str, session: RaySession) -> str:

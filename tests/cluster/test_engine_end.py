@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import ray
 from rowcast.cluster import engine, placement
 from rowcast.cluster.client import Client
-from rowcast.cluster.state_file import read_record, state_folder
+from rowcast.cluster.state_file import EngineRecord, read_record, state_folder, write_record
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.tests.cluster.support import Cluster, in_another_process, spec_of
 
@@ -202,6 +203,19 @@ with rowcast.Client(sys.argv[1], name="far") as client:
     (answer,) = client.generate("Hello", rowcast.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
 print(engine.engine_status("far")["state"], engine.stop_engine("far"), len(answer.outputs[0].token_ids))
 """
+
+
+def test_an_engine_whose_ray_is_gone_is_told_and_cleared(cluster: Cluster) -> None:
+    """Its file names an address; the sentence spoke of "the address given", though none was."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    write_record(EngineRecord(name="lost", address=f"127.0.0.1:{port}"))
+    with pytest.raises(
+        ValueError, match=f"nothing answers at 127.0.0.1:{port}, where engine 'lost' ran"
+    ):
+        engine.engine_status("lost")
+    assert engine.stop_engine("lost")
+    assert read_record("lost") is None
 
 
 def test_an_engine_is_started_and_stopped_through_ray_client(cluster: Cluster) -> None:
