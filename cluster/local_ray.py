@@ -255,7 +255,7 @@ def split_address(address: str) -> tuple[str, int]:
     Raises: ValueError for anything else.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not colon or not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"a Ray address is host:port, ray://host:port or auto, got {address!r}")
     return host.strip("[]"), int(port)
 

@@ -107,7 +107,7 @@ def _say_how_to_use(lines: StageLines, name: str, client_address: str | None, ad
     named = "" if name == "default" else f", name={name!r}"
     lines.say(f"  Ray: {reach}")
     lines.say(
-        f'  Python, from anywhere: rowcast.Client("{reach}"{named}).generate("Once upon a time")'
+        f'  Python, in any process: rowcast.Client("{reach}"{named}).generate("Once upon a time")'
     )
 
 

@@ -189,7 +189,8 @@ def test_a_token_in_the_environment_is_enough(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "address", ["", "host", "host:", ":6379", "host:0", "host:70000", "ray://host"]
+    "address",
+    ["", "host", "host:", ":6379", "host:0", "host:70000", "ray://host", "http://host:6379"],
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="host:port"):
