@@ -304,8 +304,12 @@ def stop_head(head: HeadRecord) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             straggler.kill()
     psutil.wait_procs(alive, timeout=5)
-    if Path(head.temp_dir).name.startswith(_TEMP_PREFIX):
+    if _is_ours(head.temp_dir):
         shutil.rmtree(head.temp_dir, ignore_errors=True)
+
+
+def _is_ours(temp_dir: str) -> bool:
+    return Path(temp_dir).name.startswith(_TEMP_PREFIX)
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:
@@ -316,7 +320,12 @@ def _family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _users_of(temp_dir: str) -> list[psutil.Process]:
-    """Processes whose command line names the head's own folder: what is left when the head itself was killed."""
+    """Processes whose command line names the head's own folder: what is left when the head itself was killed.
+
+    A folder that is not of our making has none: "" or "/" in a damaged file is in every command line.
+    """
+    if not _is_ours(temp_dir):
+        return []
     psutil = _psutil()
     found = []
     for process in psutil.process_iter():

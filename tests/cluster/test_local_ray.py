@@ -140,6 +140,12 @@ def test_another_process_of_the_same_pid_is_left_alone() -> None:
         child.wait()
 
 
+@pytest.mark.parametrize("folder", ["", "/", "/tmp", str(Path(sys.executable).parent)])
+def test_a_folder_that_is_not_ours_has_no_processes(folder: str) -> None:
+    """Of a damaged file: "" is in every command line, and `rowcast stop` ends what it finds."""
+    assert local_ray._users_of(folder) == []
+
+
 def test_a_folder_that_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
