@@ -93,6 +93,13 @@ def start_engine(
         scheduler = _create_scheduler(spec, reserved, done)
         _follow(scheduler, done, on_load)
         status = _get(scheduler.status.remote())
+        record = read_record(name)
+        head = record.head if record is not None else None
+        if head is not None and not is_running(head):
+            head = None
+        write_record(
+            EngineRecord(name=name, address=session.address, head=head, model_name=spec.model_name)
+        )
     except _NameTaken:
         placement.remove_group(reserved.group)
         raise ValueError(_taken(name)) from None
@@ -102,13 +109,6 @@ def start_engine(
         else:
             placement.remove_group(reserved.group)
         raise
-    record = read_record(name)
-    head = record.head if record is not None and record.head is not None else None
-    if head is not None and not is_running(head):
-        head = None
-    write_record(
-        EngineRecord(name=name, address=session.address, head=head, model_name=spec.model_name)
-    )
     return EngineInfo(
         name=name,
         model_name=spec.model_name,

@@ -40,11 +40,21 @@ class EngineRecord:
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of all engines' files, made on the first call, for its owner alone."""
+    """The folder of all engines' files, made on the first call, for its owner alone.
+
+    Raises: ValueError, one sentence, when it cannot be made.
+    """
     home = environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(home) / "rowcast"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ValueError(_unwritable(folder, error)) from None
     return folder
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return f"cannot write {path}: {error.strerror}; set XDG_STATE_HOME to a folder that you can write to"
 
 
 def _path(name: str) -> Path:
@@ -52,9 +62,15 @@ def _path(name: str) -> Path:
 
 
 def write_record(record: EngineRecord) -> None:
-    """Replace the engine's file; a reader sees the old one or the new one, whole."""
+    """Replace the engine's file; a reader sees the old one or the new one, whole.
+
+    Raises: ValueError, one sentence, when the folder cannot be written to.
+    """
     path = _path(record.name)
-    handle, temporary = tempfile.mkstemp(prefix=f".{record.name}-", dir=path.parent)  # mode 0600
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{record.name}-", dir=path.parent)  # 0600
+    except OSError as error:
+        raise ValueError(_unwritable(path, error)) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(asdict(record), file, indent=1)

@@ -80,6 +80,20 @@ def test_a_killed_scheduler_ends_every_request(cluster: Cluster) -> None:
     nothing_is_left(cluster, pids)
 
 
+def test_an_engine_that_cannot_be_noted_is_taken_down(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left running on a Ray of others when its file could not be written: a full disk, a read-only home."""
+
+    def refuse(record: EngineRecord) -> None:
+        raise ValueError("the disk is full")
+
+    monkeypatch.setattr(engine, "write_record", refuse)
+    with pytest.raises(ValueError, match="the disk is full"):
+        cluster.start(ranks=1)
+    nothing_is_left(cluster, {})
+
+
 def test_a_killed_front_ends_the_engine(cluster: Cluster) -> None:
     """It stayed `ready`, with requests that ran for nobody, and `rowcast serve` went on waiting."""
     cluster.start(ranks=1)

@@ -228,3 +228,13 @@ def test_a_broken_record_is_named(text: str) -> None:
     (state_file.state_folder() / "a.json").write_text(text)
     with pytest.raises(ValueError, match=r"a\.json"):
         state_file.read_record("a")
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was "[Errno 20] Not a directory", of which nobody knows what to do."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"cannot write .*file/rowcast: .*; set XDG_STATE_HOME"):
+        state_file.read_record("t")
