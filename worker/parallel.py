@@ -90,6 +90,7 @@ class TensorParallelGroup:
                 is_master=rank == 0,
                 timeout=timeout,
                 wait_for_workers=True,
+                master_listen_fd=_listen(host.strip("[]"), int(port)) if rank == 0 else None,
             )
             group = same_host = None
             if on_gpu:
@@ -188,6 +189,12 @@ def _nccl(store: Any, rank: int, world_size: int, interface: str | None, timeout
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
+
+
+def _listen(host: str, port: int) -> int:
+    """A socket that listens on this one address: torch's own takes every interface, and its store asks for no key."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family).detach()
 
 
 def _first_line(error: BaseException) -> str:
