@@ -24,7 +24,14 @@ from .local_ray import (
     start_head,
     stop_head,
 )
-from .state_file import EngineRecord, read_record, remove_record, write_record
+from .state_file import (
+    EngineRecord,
+    HeadRecord,
+    read_record,
+    records_locked,
+    remove_record,
+    write_record,
+)
 
 OnStage = Callable[[str, float], None]
 
@@ -81,6 +88,8 @@ def connect(
         )
         _join(wanted, origin)
     elif (record := read_record(name)) is not None and record.head and is_running(record.head):
+        if not can_connect(record.head.address):
+            raise ValueError(_busy(name))
         session = RaySession(address=record.head.address, client_address=record.head.client_address)
         _join(record.head.address, f"the Ray head of engine {name!r}")
     elif address == "auto":
@@ -107,30 +116,40 @@ def disconnect() -> None:
 
 def _start(name: str, client_port: int | None, on_stage: OnStage | None) -> RaySession:
     began = time.monotonic()
-    if (old := read_record(name)) is not None and old.head is not None:
-        stop_head(old.head)  # the head is dead; this clears what it left
     _use_token(force=True)
     head = None
-    try:
-        head = start_head(
-            name,
-            client_port=client_port,
-            record=lambda head: write_record(
-                EngineRecord(name=name, address=head.address, head=head)
-            ),
-        )
-        if on_stage is not None:
-            on_stage("start Ray", time.monotonic() - began)
-        began = time.monotonic()
-        _join(head.address, "the Ray just started")
-    except BaseException:
-        if head is not None:
-            stop_head(head)
-        remove_record(name)
-        raise
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(records_locked())
+        if (old := read_record(name)) is not None and old.head is not None:
+            if is_running(old.head):  # since this call looked
+                raise ValueError(_busy(name))
+            stop_head(old.head)  # it is dead; this clears what it left
+
+        def record(head: HeadRecord) -> None:
+            write_record(EngineRecord(name=name, address=head.address, head=head))
+            lock.close()  # whoever looks now sees it
+
+        try:
+            head = start_head(name, client_port=client_port, record=record)
+            if on_stage is not None:
+                on_stage("start Ray", time.monotonic() - began)
+            began = time.monotonic()
+            _join(head.address, "the Ray just started")
+        except BaseException:
+            if head is not None:
+                stop_head(head)
+            remove_record(name)
+            raise
     if on_stage is not None:
         on_stage("connect to Ray", time.monotonic() - began)
     return RaySession(address=head.address, client_address=head.client_address, started_by_us=True)
+
+
+def _busy(name: str) -> str:
+    return (
+        f"engine {name!r} is being started or stopped by another process; wait for that, choose another name, "
+        f"or end it with `rowcast stop --name {name}`"
+    )
 
 
 # ---------------------------------------------------------------- token and noise

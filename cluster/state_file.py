@@ -6,10 +6,12 @@ that one and no other. An engine on a cluster that was already there has a file 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,6 +61,17 @@ def _unwritable(path: Path, error: OSError) -> str:
 
 def _path(name: str) -> Path:
     return state_folder() / f"{name}.json"
+
+
+@contextmanager
+def records_locked() -> Iterator[None]:
+    """Keep other processes from the same: of two starts of one name, one sees what the other wrote."""
+    folder = os.open(state_folder(), os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def write_record(record: EngineRecord) -> None:

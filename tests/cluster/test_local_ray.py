@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from rowcast.cluster import local_ray, state_file
+from rowcast.cluster import attach, local_ray, state_file
 from rowcast.cluster.state_file import EngineRecord, HeadRecord
 from rowcast.tests.cluster.support import family_of
 
@@ -228,6 +228,39 @@ def test_a_broken_record_is_named(text: str) -> None:
     (state_file.state_folder() / "a.json").write_text(text)
     with pytest.raises(ValueError, match=r"a\.json"):
         state_file.read_record("a")
+
+
+def test_of_two_starts_of_one_name_at_once_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both found no head and started one; the file of the second hid the first, which nobody could stop any more."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    own = psutil.Process()
+    started: list[str] = []
+
+    def start_head(name: str, *, record: Callable[[HeadRecord], None], **_: object) -> HeadRecord:
+        started.append(name)
+        time.sleep(0.3)
+        record(head_record)
+        time.sleep(0.3)
+        raise RuntimeError("enough")
+
+    head_record = record(pid=own.pid, start_time=own.create_time())
+    monkeypatch.setattr(attach, "start_head", start_head)
+    ends: list[str] = []
+
+    def start() -> None:
+        try:
+            attach.connect(None, name="t")
+        except (RuntimeError, ValueError) as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert started == ["t"]
+    assert "enough" in ends
+    assert any("engine 't' is being started or stopped by another process" in end for end in ends)
 
 
 def test_a_state_folder_that_cannot_be_made_is_named(
