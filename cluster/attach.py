@@ -27,6 +27,7 @@ from .local_ray import (
 from .state_file import (
     EngineRecord,
     HeadRecord,
+    known_engines,
     read_record,
     records_locked,
     remove_record,
@@ -98,8 +99,10 @@ def connect(
     elif start:
         return _start(name, client_port, on_stage)
     else:
+        others = ", ".join(known_engines())
+        known = f" ({others} {'is' if ',' not in others else 'are'}: see --name)" if others else ""
         raise ValueError(
-            f"engine {name!r} is not known on this machine and no Ray address was given; start one with "
+            f"engine {name!r} is not known on this machine{known} and no Ray address was given; start one with "
             "`rowcast serve MODEL`, or name its cluster with --address or RAY_ADDRESS"
         )
     if on_stage is not None:

@@ -113,3 +113,8 @@ def read_record(name: str) -> EngineRecord | None:
 
 def remove_record(name: str) -> None:
     _path(name).unlink(missing_ok=True)
+
+
+def known_engines() -> list[str]:
+    """Names of the engines that this machine has a file of, as they are given to `rowcast stop --name`."""
+    return sorted(path.stem for path in state_folder().glob("[!.]*.json"))

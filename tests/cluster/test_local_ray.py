@@ -230,6 +230,18 @@ def test_a_broken_record_is_named(text: str) -> None:
         state_file.read_record("a")
 
 
+def test_an_unknown_engine_is_told_with_those_that_this_machine_knows() -> None:
+    """What a killed process left under a name that was made up for it could not be found by `rowcast status`."""
+    with pytest.raises(ValueError, match="engine 't' is not known on this machine and"):
+        attach.connect(None, name="t", start=False)
+    state_file.write_record(EngineRecord(name="llm-1.a", address="127.0.0.1:1"))
+    state_file.write_record(EngineRecord(name="b", address="127.0.0.1:1"))
+    with pytest.raises(
+        ValueError, match=r"not known on this machine \(b, llm-1.a are: see --name\)"
+    ):
+        attach.connect(None, name="t", start=False)
+
+
 def test_of_two_starts_of_one_name_at_once_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both found no head and started one; the file of the second hid the first, which nobody could stop any more."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
