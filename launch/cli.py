@@ -1,6 +1,7 @@
 """The `rowcast` command: which commands there are, and how each of them ends.
 
-Exit codes: 0 done; 1 the engine failed; 2 a mistake in what was asked, one sentence on stderr; 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done; 1 the engine failed; 2 a mistake in what was asked, one sentence on stderr; 130 Ctrl-C, 143 SIGTERM,
+129 SIGHUP (the terminal was closed).
 A traceback is never a person's answer. Commands import what they need when they run, so `--help` takes no time.
 """
 
@@ -20,7 +21,6 @@ from .commands import bench, engine, pull, run
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 
 app = typer.Typer(
     name="rowcast",
@@ -77,8 +77,9 @@ def run_command(arguments: list[str]) -> int:
 def run_guarded(call: Callable[[], int]) -> int:
     """Run a program's body and turn whatever it raises into one line on stderr and an exit code.
 
-    SIGTERM is cleaned up after exactly as Ctrl-C is. Its handler raises a plain KeyboardInterrupt and leaves a mark:
-    Ray lets no other exception of a handler out of a wait, and typer turns even that one into a value.
+    SIGTERM, and SIGHUP unless `nohup` ignores it, are cleaned up after exactly as Ctrl-C is. Their handler raises a
+    plain KeyboardInterrupt and leaves a mark: Ray lets no other exception of a handler out of a wait, and typer turns
+    even that one into a value.
     """
     terminated: list[int] = []
 
@@ -87,13 +88,15 @@ def run_guarded(call: Callable[[], int]) -> int:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, terminate)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, terminate)
     try:
         code = call()
         sys.stdout.flush()
         return code
     except (KeyboardInterrupt, typer.Abort):
         if terminated:
-            return _say("stopped by SIGTERM", EXIT_TERMINATED)
+            return _say(f"stopped by {signal.Signals(terminated[0]).name}", 128 + terminated[0])
         return _say("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # `rowcast ... | head`: the reader has what it wanted. Python would complain once more at exit.

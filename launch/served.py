@@ -129,7 +129,7 @@ def interrupts_ignored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # signals only ever interrupt the main thread
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield

@@ -88,8 +88,10 @@ def serve(
         lines.say("stop it with Ctrl-C")
         ended = engine.wait()
     except BaseException:
-        lines.say("stopping")
-        engine.stop()
+        try:
+            lines.say("stopping")
+        finally:  # Ctrl-C ends the reader of `rowcast serve | tee log` too: there may be nobody to say it to
+            engine.stop()
         lines.say("stopped")
         raise
     engine.stop()

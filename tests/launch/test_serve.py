@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -225,12 +228,39 @@ def test_ctrl_c_at_any_stage_leaves_nothing(start, running_ray, tiny, stage):
     assert no_actors_left(running_ray)
 
 
-def test_sigterm_is_cleaned_up_after_too(start, running_ray, tiny):
-    """A service manager sends it; Ray would answer it with an exit that leaves the engine behind."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_service_manager_and_a_closed_terminal_are_cleaned_up_after(
+    start, running_ray, tiny, number, code
+):
+    """Ray would answer SIGTERM, and Python SIGHUP, with an exit that leaves the engine behind."""
     options = ["--name", "managed", "--address", running_ray.address, *TINY]
     serve = start("serve", str(tiny), *options)
     serve.wait_for("stop it with Ctrl-C")
-    assert serve.end(signal.SIGTERM) == 143, serve.lines
+    assert serve.end(number) == code, serve.lines
+    assert no_actors_left(running_ray)
+
+
+def test_ctrl_c_that_also_ends_the_reader_leaves_nothing(command_line, running_ray, tiny, tmp_path):
+    """`rowcast serve ... | tee log`: there was nobody to say "stopping" to, and the engine was left running."""
+    log = tmp_path / "log"
+    serve = [sys.executable, "-m", "rowcast.launch.cli", "serve", str(tiny), "--name", "piped"]
+    serve += ["--address", running_ray.address, *TINY]
+    shell = subprocess.Popen(
+        f"{shlex.join(serve)} | tee {shlex.quote(str(log))}",
+        shell=True,
+        env=command_line.environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not log.exists() or "stop it with Ctrl-C" not in log.read_text():
+        assert time.monotonic() < deadline
+        assert shell.poll() is None
+        time.sleep(0.1)
+    both = psutil.Process(shell.pid).children()
+    os.killpg(shell.pid, signal.SIGINT)
+    shell.wait(10)
+    assert psutil.wait_procs(both, timeout=30)[1] == []
     assert no_actors_left(running_ray)
 
 
