@@ -8,6 +8,7 @@ recorded pid alone. It runs with token authentication, because its ports listen 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,24 +146,46 @@ def start_head(
     if client_port is not None:
         check_client_port(client_port)
     ensure_token()
-    for attempt in range(3):
-        head, process = _spawn_head(name, client_port, use_defaults=attempt == 0)
-        try:
-            if record is not None:
-                record(head)
-            _wait_until_up(head, process)
-            return head
-        except BaseException as error:
-            stop_head(head)
-            process.wait(5)
-            # Someone may have taken a port between our look and Ray's bind: try again with others.
-            if attempt == 2 or not isinstance(error, _PortTaken):
-                raise
+    with _one_start_at_a_time():
+        for attempt in range(3):
+            head, process = _spawn_head(name, client_port, use_defaults=attempt == 0)
+            try:
+                if record is not None:
+                    record(head)
+                _wait_until_up(head, process)
+                return head
+            except BaseException as error:
+                stop_head(head)
+                process.wait(5)
+                # Someone may have taken a port between our look and Ray's bind: try again with others.
+                if attempt == 2 or not isinstance(error, _PortTaken):
+                    raise
     raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def _one_start_at_a_time() -> Iterator[None]:
+    """Let nobody else of this user choose ports before this head holds its own.
+
+    gRPC listens with SO_REUSEPORT, so that two heads of one user that choose together get the same port without an
+    error, and each connection goes to either. (Another user's head gets an error: that is tried again.)
+    """
+    path = Path(tempfile.gettempdir()) / f".rowcast-{os.getuid()}-ray-start.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # falls with its process, however that ends
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class _PortTaken(RuntimeError):
     pass
+
+
+# What Ray says when a port went to another head that started at the same moment. The last: it met the other's GCS, or
+# its own was asked by the other.
+_CLASHES = ("in use", "does not match persisted value", "Failed to connect to GCS")
 
 
 def _spawn_head(
@@ -211,9 +234,7 @@ def _wait_until_up(head: HeadRecord, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < deadline:
         log = Path(head.log_file).read_text(errors="replace")
         if process.poll() is not None:
-            # The second text: its GCS port went to another head that started at the same moment.
-            clash = "in use" in log or "does not match persisted value" in log
-            kind = _PortTaken if clash else RuntimeError
+            kind = _PortTaken if any(text in log for text in _CLASHES) else RuntimeError
             raise kind(
                 f"Ray ended with exit code {process.returncode} while starting; see {head.log_file}: "
                 + " / ".join(log.strip().splitlines()[-3:])
