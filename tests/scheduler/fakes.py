@@ -168,6 +168,8 @@ class Bench:
             "max_model_len": 512,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 8192,
+            "depth": 1,
+            "prefix_caching": False,
         }
         self.scheduler = Scheduler(
             SchedulerConfig(**(defaults | config)),

@@ -294,5 +294,11 @@ def test_limits_that_make_no_sense_are_refused():
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "depth", "vocab_size"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             SchedulerConfig(**(good | {name: 0}))
+    with pytest.raises(ValueError, match="long_prefill_token_threshold must be at least 0, got -1"):
+        SchedulerConfig(**good, long_prefill_token_threshold=-1)
+    with pytest.raises(
+        ValueError, match="scheduling_policy must be one of fcfs, priority, fair, got 'lottery'"
+    ):
+        SchedulerConfig(**good, scheduling_policy="lottery")
     with pytest.raises(ValueError, match=r"EOS id 10 lies outside the vocabulary \[0, 10\)"):
         SchedulerConfig(**good, eos_token_ids=(2, 10))
