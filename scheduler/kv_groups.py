@@ -6,6 +6,7 @@ Owns the description of a group and the block arithmetic that scheduler and work
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -59,6 +60,48 @@ def blocks_needed(num_tokens: CountT, block_size: int) -> CountT:
     Example: 33 tokens at block_size 16 -> 3.
     """
     return -(-num_tokens // block_size)
+
+
+def first_needed_block(spec: KVGroupSpec, num_computed: CountT) -> CountT:
+    """Find the first block that a token at position `num_computed` or later may still read; those left of it may go.
+
+    Units: num_computed is tokens (an int or an integer array, elementwise). The step that computes the last of them
+    must have settled before a block is returned: until then it may read further left.
+    Example: a sliding window of 128 over blocks of 32 needs all at 158 tokens, and returns block 0 at 159.
+    """
+    if spec.kind is AttentionKind.FULL:
+        return num_computed * 0
+    if spec.kind is AttentionKind.CHUNKED:
+        return num_computed // spec.window * spec.window // spec.block_size
+    hidden = num_computed - (spec.window - 1)  # tokens left of everything that can be seen
+    return (hidden * (hidden > 0)) // spec.block_size
+
+
+def most_blocks(spec: KVGroupSpec, num_tokens: CountT, max_tokens_in_flight: int) -> CountT:
+    """Count the blocks that a row holds at most, at any time on its way to `num_tokens` tokens.
+
+    A window group returns what no later token sees, but only on settled progress: up to max_tokens_in_flight tokens
+    are scheduled beyond it. What is seen and what is in flight may begin and end in the middle of a block.
+
+    Units: tokens in (num_tokens an int or an integer array, elementwise), blocks out.
+    Example: window 1,024, 1,024 tokens in flight, block_size 16, 16,384 tokens -> 129; full attention -> 1,024.
+    """
+    whole = blocks_needed(num_tokens, spec.block_size)
+    if spec.kind is AttentionKind.FULL:
+        return whole
+    span = spec.window - 1 + max_tokens_in_flight
+    most = blocks_needed(span - 1, spec.block_size) + 1 if span > 0 else 0
+    return whole - (whole - most) * (whole > most)  # the smaller, for an int and for an array
+
+
+def base_block_size(groups: Sequence[KVGroupSpec]) -> int:
+    """Find the tokens of one link of the hash chain: every group's blocks end at a link. Example: 32, 48 -> 16."""
+    return math.gcd(*(spec.block_size for spec in groups))
+
+
+def hit_alignment(groups: Sequence[KVGroupSpec]) -> int:
+    """Find the tokens of which each prefix hit is a multiple: blocks of all groups end there. Example: 32, 48 -> 96."""
+    return math.lcm(*(spec.block_size for spec in groups))
 
 
 def agree_on_groups(
