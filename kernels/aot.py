@@ -39,7 +39,15 @@ Configuration = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 
 def attention_configuration(
-    *, dtype: str, num_tokens: int, num_reqs: int, group: int, head_dim: int, block_size: int = 16
+    *,
+    dtype: str,
+    num_tokens: int,
+    num_reqs: int,
+    group: int,
+    head_dim: int,
+    block_size: int = 16,
+    window: int = 0,
+    chunk: int = 0,
 ) -> Configuration:
     """(name, kernel, signature, constants, options) of paged attention for one step's shape."""
     config = paged_attention_config(
@@ -55,6 +63,8 @@ def attention_configuration(
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
+        "WINDOW": window,
+        "CHUNK": chunk,
         "WIDE_DOT": False,
     }
     signature = {
@@ -71,6 +81,8 @@ def attention_configuration(
     }
     step = "decode" if num_tokens <= num_reqs else "prefill"
     name = f"paged_attention {step} {dtype} head_dim {head_dim} group {group} block {block_size}"
+    if window or chunk:
+        name += f" window {window}" if window else f" chunk {chunk}"
     return name, _paged_attention_kernel, signature, constants, options
 
 

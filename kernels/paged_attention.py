@@ -1,14 +1,21 @@
 """Causal attention over the paged KV cache, prefill and decode in one call, any group size, head_dim and block_size.
 
-    out[token, head] = softmax(scale * q[token, head] . K[0 .. position]) @ V[0 .. position],  kv_head = head // group
-    position of a request's query j = seq_len - query_len + j
+    out[token, head] = softmax(scale * q[token, head] . K[first .. position]) @ V[first .. position]
+    position of a request's query j = seq_len - query_len + j,  kv_head = head // group
+    first = 0;  with a window max(0, position - window + 1);  with chunks position // chunk * chunk
 
 program_id(0) is a tile of query tokens, counted over all requests: request i's tiles start at
 query_start_loc[i] // TILE_TOKENS + i, which leaves every request room for ceil(query_len / TILE_TOKENS) of them and
 depends on nothing that the host would have to fetch from the device; a program finds its request by bisection, and one
 without work returns. program_id(1) is (KV head, tile of the heads of its group). A tile's rows are (token, head).
-Keys come BLOCK_N at a time, each key's page looked up on its own, so a page may have any size. What lies behind the
-last visible key (NaN in pages used before, junk table entries, block 0) is masked in the loads and never touched.
+Keys come BLOCK_N at a time, each key's page looked up on its own, so a page may have any size. A tile begins at the
+first key that its first token sees and ends at the last that its last token sees. What lies outside (NaN in pages used
+before, blocks that the window has left, their stale table entries, junk, block 0) is never touched; what a single row
+of the tile does not see is masked in its scores.
+
+WINDOW and CHUNK are compiled in: full attention then pays nothing for them, and a chunk that is a power of two needs
+no division. Each KV group has its own, fixed by the model, so warm-up, which runs every layer on a prefill and on a
+decode, has compiled all that serving will launch.
 
 Layout: query and out packed behind dimension 0, caches as in kv_write.py. Sources: online softmax, Milakov and
 Gimelshein 2018 (arXiv 1805.02867); tiles of (token, head) rows over pages, Kwon et al. 2023 (arXiv 2309.06180).
@@ -46,6 +53,18 @@ def _request_of_tile(query_start_loc, num_reqs, tile, TILE_TOKENS: tl.constexpr)
     return low
 
 
+@triton.jit
+def _first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that the token at `position` sees."""
+    if WINDOW > 0:
+        first = tl.maximum(position - (WINDOW - 1), 0)
+    elif CHUNK > 0:
+        first = position // CHUNK * CHUNK
+    else:
+        first = position * 0
+    return first
+
+
 # These change from step to step: a form compiled for a 1 or a multiple of 16 would compile while serving.
 @triton.jit(do_not_specialize=["num_reqs", "block_table_stride"])
 def _paged_attention_kernel(
@@ -68,6 +87,8 @@ def _paged_attention_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,  # next power of two, at least 16
     BLOCK_SIZE: tl.constexpr,  # tokens a page
+    WINDOW: tl.constexpr,  # keys that a token sees, itself included; 0: all
+    CHUNK: tl.constexpr,  # keys are seen from the last multiple of this on; 0: from the first
     TILE_TOKENS: tl.constexpr,  # query tokens a tile
     BLOCK_M: tl.constexpr,  # rows a tile, >= TILE_TOKENS * HEADS
     BLOCK_N: tl.constexpr,  # keys an iteration
@@ -106,14 +127,17 @@ def _paged_attention_kernel(
     last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
     position = seq_len - query_len + tl.minimum(token, last_token)
     num_keys = seq_len - query_len + last_token + 1
+    tile_first = _first_visible(seq_len - query_len + first_token, WINDOW, CHUNK)
+    row_first = _first_visible(position, WINDOW, CHUNK)
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Finite: a window's later rows may see no key of the first turns, and -inf - -inf would make them NaN for good.
+    row_max = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
     pages = block_table + batch_index.to(tl.int64) * block_table_stride
     head_offset = kv_head * (BLOCK_SIZE * HEAD_DIM)
     n = tl.arange(0, BLOCK_N)
-    for first_key in range(0, num_keys, BLOCK_N):
+    for first_key in range(tile_first, num_keys, BLOCK_N):
         key_position = first_key + n
         key_real = key_position < num_keys
         block_id = tl.load(pages + key_position // BLOCK_SIZE, mask=key_real, other=0).to(tl.int64)
@@ -126,7 +150,10 @@ def _paged_attention_kernel(
         if WIDE_DOT:
             k = k.to(tl.float32)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-        scores = tl.where(key_position[None, :] <= position[:, None], scores, float("-inf"))
+        seen = key_position[None, :] <= position[:, None]
+        if WINDOW > 0 or CHUNK > 0:
+            seen = seen & (key_position[None, :] >= row_first[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
@@ -203,6 +230,8 @@ def paged_attention(
     *,
     scale: float,
     out: torch.Tensor,
+    window: int = 0,
+    chunk: int = 0,
 ) -> None:
     """Attend from this step's queries to all keys of their requests, whose K and V are in the cache already.
 
@@ -210,9 +239,12 @@ def paged_attention(
         num_kv_heads, block_size, head_dim], packed behind the first dimension; block_table [num_reqs, max_blocks],
         seq_lens [num_reqs], query_start_loc [num_reqs + 1] int32, in batch order.
     Units: seq_lens counts the tokens of this step. A request of seq_len 0 reads and writes nothing; rows of out at
-        and behind query_start_loc[-1] keep what they held.
-    Example: seq_lens [32, 24], query_start_loc [0, 1, 9]: token 0 sees 32 keys, tokens 1 to 8 see 17 to 24.
-    Raises: ValueError for shapes, strides, dtypes or devices that do not fit together.
+        and behind query_start_loc[-1] keep what they held. window and chunk are tokens, 0 is off: the token at
+        position p sees no key before p - window + 1, or before p // chunk * chunk. Blocks and table entries left of
+        what a request's first query token sees are not read.
+    Example: seq_lens [32, 24], query_start_loc [0, 1, 9]: token 0 sees 32 keys, tokens 1 to 8 see 17 to 24. With
+        window 20 token 0 sees keys 12 to 31, tokens 1 to 8 see 17, 18, 19, 20, 20, 20, 20, 20 keys.
+    Raises: ValueError for shapes, strides, dtypes or devices that do not fit together, or window with chunk.
     Source: see the module.
     """
     check_int_tensors(
@@ -222,6 +254,10 @@ def paged_attention(
         query_start_loc=(query_start_loc, torch.int32, 1),
     )
     check_cache("paged_attention", key_cache, value_cache)
+    if window < 0 or chunk < 0 or (window and chunk):
+        raise ValueError(
+            f"paged_attention: at most one of window and chunk may be above 0, got {window} and {chunk}"
+        )
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     num_reqs = seq_lens.shape[0]
     if query_start_loc.shape[0] != num_reqs + 1 or block_table.shape[0] < num_reqs:
@@ -277,6 +313,8 @@ def paged_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        WINDOW=window,
+        CHUNK=chunk,
         WIDE_DOT=query.dtype == torch.bfloat16
         and not isinstance(_paged_attention_kernel, triton.JITFunction),
         **config,
@@ -293,6 +331,8 @@ def paged_attention_reference(
     *,
     scale: float,
     out: torch.Tensor,
+    window: int = 0,
+    chunk: int = 0,
 ) -> None:
     """The same, a query token at a time, in float64 (float32 does for the 16-bit types)."""
     _, num_kv_heads, block_size, _ = key_cache.shape
@@ -302,17 +342,26 @@ def paged_attention_reference(
         start, end = query_start_loc[batch_index : batch_index + 2].tolist()
         if seq_len == 0:
             continue
+        lowest = _first_visible_reference(seq_len - (end - start), window, chunk)
         slots = [
             (int(block_table[batch_index, position // block_size]), position % block_size)
-            for position in range(seq_len)
+            for position in range(lowest, seq_len)
         ]
-        # [seq_len, num_kv_heads, head_dim], each KV head repeated for the query heads of its group
+        # [seq_len - lowest, num_kv_heads, head_dim], each KV head repeated for the query heads of its group
         keys = torch.stack([key_cache[block, :, offset] for block, offset in slots]).to(wide)
         values = torch.stack([value_cache[block, :, offset] for block, offset in slots]).to(wide)
         keys = keys.repeat_interleave(group, dim=1)
         values = values.repeat_interleave(group, dim=1)
         for flat_token in range(start, end):
-            seen = seq_len - (end - flat_token) + 1
-            scores = torch.einsum("hd,khd->hk", query[flat_token].to(wide), keys[:seen]) * scale
+            position = seq_len - (end - flat_token)
+            first = _first_visible_reference(position, window, chunk)
+            seen = slice(first - lowest, position + 1 - lowest)
+            scores = torch.einsum("hd,khd->hk", query[flat_token].to(wide), keys[seen]) * scale
             weights = torch.softmax(scores, dim=-1)
-            out[flat_token] = torch.einsum("hk,khd->hd", weights, values[:seen]).to(out.dtype)
+            out[flat_token] = torch.einsum("hk,khd->hd", weights, values[seen]).to(out.dtype)
+
+
+def _first_visible_reference(position: int, window: int, chunk: int) -> int:
+    if window:
+        return max(0, position - window + 1)
+    return position // chunk * chunk if chunk else 0

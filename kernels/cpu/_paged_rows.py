@@ -1,4 +1,4 @@
-"""The inner loops of the paged-attention twin: scores of a chunk of keys, its softmax, its values.
+"""The inner loops of the paged-attention twin: scores of a turn's keys, their softmax, their values.
 
 A tile's rows lie behind one another: `q` and `acc` [num_rows, head_dim], `scores` [num_rows, scores_stride], all flat.
 A page of one head is block_size rows of head_dim items that begin at block_id * block_stride + head_offset.
@@ -196,7 +196,7 @@ def score_keys(
     head_offset,
     block_size,
     block_row,
-    chunk,
+    first_key,
     num_keys,
     head_dim,
     num_rows,
@@ -204,9 +204,9 @@ def score_keys(
     scores,
     scores_stride,
 ):
-    """scores[row, j] = q[row] . key at position chunk + j, for j < num_keys; values are fetched ahead, not read."""
-    end = chunk + num_keys
-    position = chunk
+    """scores[row, j] = q[row] . key at position first_key + j, for j < num_keys; values are fetched ahead, not read."""
+    end = first_key + num_keys
+    position = first_key
     while position < end:
         run = min(block_size - position % block_size, end - position)
         base = _item_of(position, block_row, k_block_stride, head_offset, block_size, head_dim)
@@ -217,8 +217,10 @@ def score_keys(
             ahead = _item_of(after, block_row, k_block_stride, head_offset, block_size, head_dim)
         else:
             pages = values
-            ahead = _item_of(chunk, block_row, v_block_stride, head_offset, block_size, head_dim)
-        column = position - chunk
+            ahead = _item_of(
+                first_key, block_row, v_block_stride, head_offset, block_size, head_dim
+            )
+        column = position - first_key
         for row in range(0, num_rows, 2):
             q_rows = view_at(q, row * head_dim, 2 * head_dim)
             s_rows = view_at(scores, row * scores_stride + column, run)
@@ -235,27 +237,32 @@ def score_keys(
 
 
 @_numba.jit()
-def fold_softmax(weights, num_seen, num_keys, running_max, running_sum, row, acc, head_dim):
-    """Turn a row's first num_seen scores into weights, the others into 0, and rescale what earlier chunks gave."""
-    if num_seen > 0:
+def fold_softmax(
+    scores, first_seen, num_seen, num_keys, running_max, running_sum, row, acc, head_dim
+):
+    """Turn a row's scores [first_seen, num_seen) into weights, the others into 0; rescale what earlier turns gave."""
+    for j in range(min(first_seen, num_keys)):  # keys that this row's window has left
+        scores[j] = np.float32(0)
+    if num_seen > first_seen:
+        seen = view_at(scores, first_seen, num_seen - first_seen)
         before = running_max[row]
         highest = before
-        for j in range(num_seen):
-            highest = max(highest, weights[j])
+        for j in range(num_seen - first_seen):
+            highest = max(highest, seen[j])
         total = np.float32(0)
-        for j in range(num_seen):
-            weight = _exp2(weights[j] - highest)
-            weights[j] = weight
+        for j in range(num_seen - first_seen):
+            weight = _exp2(seen[j] - highest)
+            seen[j] = weight
             total += weight
         if highest > before:
             running_max[row] = highest
-            shrink = _exp2(before - highest)  # before the first chunk there is only 0 to shrink
+            shrink = _exp2(before - highest)  # before the first turn there is only 0 to shrink
             running_sum[row] *= shrink
             for d in range(head_dim):
                 acc[d] *= shrink
         running_sum[row] += total
     for j in range(num_seen, num_keys):  # keys behind this row's own token
-        weights[j] = np.float32(0)
+        scores[j] = np.float32(0)
 
 
 @_numba.jit()
@@ -265,7 +272,7 @@ def add_values(
     head_offset,
     block_size,
     block_row,
-    chunk,
+    first_key,
     num_keys,
     head_dim,
     num_rows,
@@ -273,9 +280,9 @@ def add_values(
     weights_stride,
     acc,
 ):
-    """acc[row] += sum over j < num_keys of weights[row, j] * value at position chunk + j."""
-    end = chunk + num_keys
-    position = chunk
+    """acc[row] += sum over j < num_keys of weights[row, j] * value at position first_key + j."""
+    end = first_key + num_keys
+    position = first_key
     while position < end:
         run = min(block_size - position % block_size, end - position)
         base = _item_of(position, block_row, v_block_stride, head_offset, block_size, head_dim)
@@ -285,7 +292,7 @@ def add_values(
         if after < end:
             step = _fetch_step(run, head_dim, num_rows)
             ahead = _item_of(after, block_row, v_block_stride, head_offset, block_size, head_dim)
-        column = position - chunk
+        column = position - first_key
         for row in range(0, num_rows, 2):
             w_rows = view_at(weights, row * weights_stride + column, run)
             acc_rows = view_at(acc, row * head_dim, 2 * head_dim)

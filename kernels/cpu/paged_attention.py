@@ -1,8 +1,9 @@
 """Numba twin of kernels/paged_attention.py: same name, same parameters, NumPy arrays instead of tensors. float32 only.
 
 It walks the pages where they lie. One work item is a KV head of a request and a tile of its query tokens: the tile's
-rows are (token, head of the group), the keys come in chunks, and a running maximum and sum make the softmax exact.
-Rows go in pairs, so that what is read of a page serves two of them. The loops are in `_paged_rows.py`.
+rows are (token, head of the group), the keys come in turns, and a running maximum and sum make the softmax exact.
+Rows go in pairs, so that what is read of a page serves two of them. The loops are in `_paged_rows.py`. Window and
+chunk are plain numbers here: they choose where loops begin, and one compiled form serves every KV group.
 """
 
 from __future__ import annotations
@@ -16,9 +17,19 @@ from . import _numba
 from ._paged_rows import add_values, fold_softmax, score_keys
 from ._views import view_at
 
-_KEYS = 128  # keys a chunk: a chunk's scores of a whole tile are 24 KiB
+_KEYS = 128  # keys a turn: a turn's scores of a whole tile are 24 KiB
 _ROWS = 48  # rows a tile, unless one token alone has more heads in its group
 _LOG2_E = math.log2(math.e)
+
+
+@_numba.jit()
+def _first_visible(position, window, chunk):
+    """The first key that the token at `position` sees."""
+    if window > 0:
+        return max(np.int64(0), position - window + 1)
+    if chunk > 0:
+        return position // chunk * chunk
+    return np.int64(0)
 
 
 @_numba.jit()
@@ -37,6 +48,8 @@ def _attend(
     first_head,
     group,
     scale,
+    window,
+    chunk,
     out,
     q_tile,
     scores,
@@ -57,8 +70,10 @@ def _attend(
         running_sum[row] = np.float32(0)
 
     limit = first_position + num_tile_tokens  # the tile's last token sees keys below this
-    for chunk in range(0, limit, _KEYS):
-        num_keys = min(_KEYS, limit - chunk)
+    first_key = _first_visible(first_position, window, chunk)  # of the tile's first token
+    while first_key < limit:
+        # to a multiple of _KEYS, so that a window's turns cut few pages in two
+        num_keys = min(_KEYS - first_key % _KEYS, limit - first_key)
         score_keys(
             keys,
             k_block_stride,
@@ -67,7 +82,7 @@ def _attend(
             head_offset,
             block_size,
             block_row,
-            chunk,
+            first_key,
             num_keys,
             head_dim,
             num_rows,
@@ -76,17 +91,29 @@ def _attend(
             _KEYS,
         )
         for row in range(num_rows):
-            seen = max(0, min(num_keys, first_position + row // group + 1 - chunk))
+            position = first_position + row // group
+            first_seen = max(0, _first_visible(position, window, chunk) - first_key)
+            num_seen = max(0, min(num_keys, position + 1 - first_key))
             weights = view_at(scores, row * _KEYS, _KEYS)
             sums = view_at(acc, row * head_dim, head_dim)
-            fold_softmax(weights, seen, num_keys, running_max, running_sum, row, sums, head_dim)
+            fold_softmax(
+                weights,
+                first_seen,
+                num_seen,
+                num_keys,
+                running_max,
+                running_sum,
+                row,
+                sums,
+                head_dim,
+            )
         add_values(
             values,
             v_block_stride,
             head_offset,
             block_size,
             block_row,
-            chunk,
+            first_key,
             num_keys,
             head_dim,
             num_rows,
@@ -94,6 +121,7 @@ def _attend(
             _KEYS,
             acc,
         )
+        first_key += num_keys
 
     for row in range(num_rows):
         token = first_token + row // group
@@ -112,6 +140,8 @@ def _share(
     seq_lens,
     query_start_loc,
     scale,
+    window,
+    chunk,
     out,
     share,
     num_shares,
@@ -170,6 +200,8 @@ def _share(
                         kv_head * group,
                         group,
                         scale,
+                        window,
+                        chunk,
                         out,
                         q_tile,
                         scores,
@@ -182,18 +214,43 @@ def _share(
 
 _ARRAYS = (
     "float32[:, :, :], float32[:, :, :, :], float32[:, :, :, :], int32[:, :], int32[::1], int32[::1], "
-    "float32, float32[:, :, :]"
+    "float32, int64, int64, float32[:, :, :]"
 )
 
 
 @_numba.jit(f"void({_ARRAYS})")
-def _serial(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, out):
-    _share(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, out, 0, 1)
+def _serial(
+    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, window, chunk, out
+):
+    _share(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        scale,
+        window,
+        chunk,
+        out,
+        0,
+        1,
+    )
 
 
 @_numba.jit(f"void({_ARRAYS}, int64)", parallel=True)
 def _parallel(
-    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, out, num_threads
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    seq_lens,
+    query_start_loc,
+    scale,
+    window,
+    chunk,
+    out,
+    num_threads,
 ):
     for share in numba.prange(num_threads):
         _share(
@@ -204,6 +261,8 @@ def _parallel(
             seq_lens,
             query_start_loc,
             scale,
+            window,
+            chunk,
             out,
             share,
             num_threads,
@@ -220,6 +279,8 @@ def paged_attention(
     *,
     scale: float,
     out: np.ndarray,  # [num_tokens, num_heads, head_dim] float32, written
+    window: int = 0,
+    chunk: int = 0,
 ) -> None:
     """See kernels/paged_attention.py."""
     num_reqs = seq_lens.shape[0]
@@ -250,6 +311,10 @@ def paged_attention(
         raise ValueError(
             f"paged_attention: query must hold {query_start_loc[num_reqs]} tokens, got {query.shape[0]}"
         )
+    if window < 0 or chunk < 0 or (window and chunk):
+        raise ValueError(
+            f"paged_attention: at most one of window and chunk may be above 0, got {window} and {chunk}"
+        )
     arguments = (
         query,
         key_cache,
@@ -258,6 +323,8 @@ def paged_attention(
         seq_lens,
         query_start_loc,
         scale * _LOG2_E,
+        window,
+        chunk,
         out,
     )
     threads = _numba.get_threads()
