@@ -1,27 +1,29 @@
 """A scheduler with a worker that computes nothing, so that a test takes milliseconds and every token is known.
 
-The worker's tables, the frames and their checks are the real ones; only the model is fake: an integer function of the
-tokens that it reads, through the block tables, from a fake KV cache. Whoever reads a block that is not his gets another
-token than he gets alone.
+The worker's tables, the frames and their checks are the real ones; only the model is fake: an integer function of a
+request's tokens, while its KV cache remembers which prefix stands in which slot (`launch/bench/prefix_memory.py`).
+Whoever reads a block that is not his fails at that read.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
-from rowcast.scheduler.agreement import StepPlan, query_start_loc
+from rowcast.launch.bench.checked_engine import CheckedEngine
+from rowcast.launch.bench.fake_rank import FakeRank
+from rowcast.scheduler.agreement import StepPlan
 from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.deliveries import Deliveries
 from rowcast.scheduler.front_messages import FinishCode, Submit, make_submit_key
-from rowcast.scheduler.kv_groups import KVGroupSpec, blocks_needed
-from rowcast.scheduler.messages import SchedulerOutput, decode_frame, encode_step
+from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec
+from rowcast.scheduler.messages import SchedulerOutput
 from rowcast.scheduler.policy import Policy
-from rowcast.scheduler.request import RequestStatus
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
-from rowcast.worker.state import WorkerState
+from rowcast.worker.request_states import RequestStates
 
 VOCAB_SIZE = 101
 FRONT = b"front"
@@ -29,8 +31,21 @@ FRONT = b"front"
 Model = Callable[[int, np.ndarray], int]  # (seed, tokens so far) -> next token
 
 
-def group(block_size: int = 16) -> KVGroupSpec:
-    return KVGroupSpec(block_size=block_size, num_kv_heads=1, head_dim=8, layers=(0,))
+def group(
+    block_size: int = 16, *, window: int = 0, chunk: int = 0, layers: tuple[int, ...] = (0,)
+) -> KVGroupSpec:
+    """A group of full attention, or with a sliding window, or of chunks, whichever is given (tokens)."""
+    kind = AttentionKind.FULL
+    if window or chunk:
+        kind = AttentionKind.SLIDING_WINDOW if window else AttentionKind.CHUNKED
+    return KVGroupSpec(
+        block_size=block_size,
+        num_kv_heads=1,
+        head_dim=8,
+        layers=layers,
+        kind=kind,
+        window=window or chunk,
+    )
 
 
 def hash_model(seed: int, tokens: np.ndarray) -> int:
@@ -76,64 +91,34 @@ def alone(
             return outputs, FinishCode.LENGTH
 
 
-class FakeWorker:
-    """Real tables; a KV cache whose slot holds the token that was computed there, one a group."""
+class FakeWorker(FakeRank):
+    """A rank whose next token is `model`'s, from the tokens in its own table. Every read of its cache is checked."""
 
     def __init__(self, scheduler: Scheduler, model: Model) -> None:
-        config = scheduler.config
-        self.state = WorkerState(
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            groups=scheduler.groups,
-            num_blocks=scheduler.pool.usable + 1,
-            vocab_size=config.vocab_size,
-        )
+        super().__init__(scheduler, self._sample_rows)
         self.model = model
-        self.kv = [
-            np.full((scheduler.pool.usable + 1, spec.block_size), -1) for spec in scheduler.groups
-        ]
 
-    def execute(self, step: SchedulerOutput) -> tuple[StepPlan, np.ndarray]:
-        plan = self.state.apply(step)
-        tokens = self._tokens(plan)
-        self.state.commit(plan, tokens)
-        return plan, tokens
-
-    def _tokens(self, plan: StepPlan) -> np.ndarray:
+    def _sample_rows(self, requests: RequestStates, plan: StepPlan) -> np.ndarray:
         tokens = np.full(plan.num_reqs, -1, np.int32)
         ends = plan.num_computed_tokens + plan.num_scheduled_tokens
-        for row, start, end in zip(plan.index_mapping, plan.num_computed_tokens, ends, strict=True):
-            self._write(row, np.arange(start, end))
         for batch_index in np.flatnonzero(plan.samples):
             row = plan.index_mapping[batch_index]
-            seed = int(self.state.requests.seeds[row])
-            tokens[batch_index] = self.model(seed, self._read(row, ends[batch_index]))
+            seen = requests.token_ids[row, : ends[batch_index]]
+            tokens[batch_index] = self.model(int(requests.seeds[row]), seen)
         return tokens
 
-    def _write(self, row: int, positions: np.ndarray) -> None:
-        for kv, table in zip(self.kv, self.state.block_tables.table, strict=True):
-            block_ids = table[row, positions // kv.shape[1]]
-            assert block_ids.all(), "a token would be written to the null block"
-            kv[block_ids, positions % kv.shape[1]] = self.state.requests.token_ids[row, positions]
 
-    def _read(self, row: int, length: int) -> np.ndarray:
-        seen = []
-        for kv, table in zip(self.kv, self.state.block_tables.table, strict=True):
-            positions = np.arange(length)
-            seen.append(kv[table[row, positions // kv.shape[1]], positions % kv.shape[1]])
-        assert all((other == seen[0]).all() for other in seen), (
-            "KV groups remember different tokens"
-        )
-        return seen[0]
+class PositionWorker(FakeRank):
+    """The next token is a function of seed and length alone, and few reads are made: for much in little time."""
+
+    def __init__(self, scheduler: Scheduler, model: Model) -> None:
+        super().__init__(scheduler, positions, probes=2)
+        self.model = model
 
 
-class PositionWorker(FakeWorker):
-    """The next token is a function of seed and length alone: thousands of rows and steps in little time."""
-
-    def _tokens(self, plan: StepPlan) -> np.ndarray:
-        requests, rows = self.state.requests, plan.index_mapping
-        tokens = _at_position(requests.seeds[rows], requests.num_tokens[rows])
-        return np.where(plan.samples, tokens, -1).astype(np.int32)
+def positions(requests: RequestStates, plan: StepPlan) -> np.ndarray:
+    rows = plan.index_mapping
+    return _at_position(requests.seeds[rows], requests.num_tokens[rows])
 
 
 def position_model(seed: int, tokens: np.ndarray) -> int:
@@ -178,6 +163,7 @@ class Bench:
             policy,
         )
         self.worker = worker(self.scheduler, model)
+        self.engine = CheckedEngine(self.scheduler, self.worker)
         self.submits: dict[int, Submit] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, FinishCode] = {}
@@ -185,8 +171,6 @@ class Bench:
         self.num_tokens_run = 0
         self.last_step: SchedulerOutput | None = None
         self.last_frame = b""
-        self._sequence = 0
-        self._results: deque[np.ndarray] = deque()
 
     @property
     def free(self) -> int:
@@ -210,9 +194,13 @@ class Bench:
         key: int | None = None,
         seed: int | None = None,
         front: bytes = FRONT,
+        submit: Mapping[str, Any] = MappingProxyType({}),
         **params,
     ) -> int:
-        """Submit a prompt (or one of that many tokens) and name its number: 0, 1, 2, ..."""
+        """Submit a prompt (or one of that many tokens) and name its number: 0, 1, 2, ...
+
+        submit: further fields of Submit; params: those of SamplingParams.
+        """
         number = len(self.submits) if number is None else number
         if isinstance(prompt, int):
             prompt = [(number + place) % VOCAB_SIZE for place in range(prompt)]
@@ -224,6 +212,7 @@ class Bench:
             output_token_ids=np.array(outputs, np.int32),
             seed=number if seed is None else seed,
             params=SamplingParams(**({"max_tokens": 16, "temperature": 0} | params)),
+            **submit,
         )
         self.scheduler.add(front, submit)
         self.submits[number] = submit
@@ -237,42 +226,32 @@ class Bench:
 
     def issue(self, token_budget: int | None = None) -> dict[int, int] | None:
         """Schedule a step and let the worker run it; {number: tokens} in batch order, None when there was none."""
-        step = self.scheduler.schedule(token_budget)
-        self.last_step = step
-        if step is None:
-            self.check()
+        issued = self.engine.issue(token_budget)
+        self.last_step = None if issued is None else issued.step
+        if issued is None:
             return None
-        self._sequence += 1
-        self.last_frame = encode_step(step, epoch=1, sequence=self._sequence)
-        frame = decode_frame(self.last_frame)
-        assert isinstance(frame.body, SchedulerOutput)
-        numbers = {row: self.scheduler.table.occupant(row).number for row in self._live_rows()}
-        plan, tokens = self.worker.execute(frame.body)
-        self._results.append(tokens)
+        self.last_frame = issued.frame
+        table, plan = self.scheduler.table, issued.plan
         ran = {
-            numbers[row]: count
+            table.occupant(row).number: count
             for row, count in zip(
                 plan.index_mapping.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
             )
         }
         assert len(ran) == plan.num_reqs
-        num_tokens = int(query_start_loc(plan)[-1])
-        budget = (
-            self.scheduler.config.max_num_batched_tokens if token_budget is None else token_budget
-        )
-        assert num_tokens <= budget, f"{num_tokens} tokens run, the budget is {budget}"
         for number, count in ran.items():
             self.issued[number] = self.issued.get(number, 0) + count
-        self.num_tokens_run += num_tokens
-        self.check()
+        self.num_tokens_run += issued.num_tokens
         return ran
 
     def settle(self) -> list[tuple[int, int]]:
         """Hand the oldest step's tokens to the scheduler; (number, token) as delivered."""
-        return self._deliver(self.scheduler.settle(self._results.popleft()))
+        return self._deliver(self.engine.settle())
 
     def drain(self) -> list[tuple[int, int]]:
-        return self._deliver(self.scheduler.drain())
+        delivered = self._deliver(self.scheduler.drain())
+        self.check()
+        return delivered
 
     def step(self) -> dict[int, int] | None:
         """Issue and settle one step: depth 1."""
@@ -310,75 +289,10 @@ class Bench:
             if code:
                 self.ends[number] = FinishCode(code)
             delivered.append((number, token))
-        self.check()
         return delivered
 
-    def _live_rows(self) -> list[int]:
-        return np.flatnonzero(self.scheduler.table.live).tolist()
-
-    # ---------------------------------------------------------------- what must always hold
-
     def check(self) -> None:
-        self._check_pool()
-        self._check_queues()
-        self._check_tables()
-
-    def _check_pool(self) -> None:
-        pool, blocks = self.scheduler.pool, self.scheduler.blocks
-        free = pool.free_ids()
-        assert len(free) == pool.num_free
-        held = np.zeros(pool.usable + 1, np.int32)
-        for num_blocks, block_ids in zip(blocks.num_blocks, blocks.block_ids, strict=True):
-            used = np.arange(block_ids.shape[1]) < num_blocks[:, None]
-            assert not block_ids[~used].any(), "a block id stands beyond what the row holds"
-            held += np.bincount(block_ids[used], minlength=len(held)).astype(np.int32)
-        assert held[0] == 0, "the null block was handed out"
-        assert (held == pool.ref_counts).all()
-        is_free = np.zeros(pool.usable + 1, bool)
-        is_free[free] = True
-        assert is_free.sum() == len(free), "a block is free twice"
-        assert not is_free[0]
-        assert (is_free[1:] == (held[1:] == 0)).all()
-
-    def _check_queues(self) -> None:
-        scheduler = self.scheduler
-        waiting = list(scheduler.waiting)
-        assert all(r.status is RequestStatus.WAITING and r.row == -1 for r in waiting)
-        running = [r for r in scheduler.table.requests if r is not None]
-        assert all(r.status is RequestStatus.RUNNING for r in running)
-        assert len(running) == scheduler.num_running == int(scheduler.table.live.sum())
-        assert len({id(r) for r in waiting + running}) == len(waiting) + len(running)
-        num_ending = scheduler.num_unfinished - len(waiting) - len(running)
-        assert num_ending >= 0
-        assert num_ending == 0 or scheduler.num_in_flight, (
-            "a request waits for a step that is not there"
-        )
-        assert all(r.num_in_flight >= 0 for r in waiting)
-
-    def _check_tables(self) -> None:
-        table, states = self.scheduler.table, self.worker.state.requests
-        live = table.live & states.live & (self._same_request())
-        for name in ("num_tokens", "num_computed_tokens"):
-            ours, theirs = getattr(table, name)[live], getattr(states, name)[live]
-            assert (ours == theirs).all(), f"{name}: {ours} here, {theirs} at the worker"
-        for num_blocks, spec in zip(
-            self.scheduler.blocks.num_blocks, self.scheduler.groups, strict=True
-        ):
-            needed = blocks_needed(table.num_computed_tokens, spec.block_size)
-            assert (num_blocks >= needed).all(), "a row holds fewer blocks than it has tokens"
-        for group_index, theirs in enumerate(self.worker.state.block_tables.table):
-            ours = self.scheduler.blocks.block_ids[group_index]
-            assert (ours[live] == theirs[live, : ours.shape[1]]).all()
-        settled = np.arange(table.token_ids.shape[1]) < table.num_settled_tokens[:, None]
-        settled &= live[:, None]
-        assert (table.token_ids[settled] == states.token_ids[settled]).all()
-
-    def _same_request(self) -> np.ndarray:
-        """Rows whose present occupant the worker has heard of: a free that is not sent yet does not count."""
-        pairs = zip(
-            self.scheduler.table.requests, self.worker.state.requests.request_ids, strict=True
-        )
-        return np.array([r is not None and r.request_id == theirs for r, theirs in pairs])
+        self.engine.check()
 
     def check_all_ended(self) -> None:
         """Nothing is left of anyone, and each got what it gets alone."""
