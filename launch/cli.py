@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from .commands import bench, engine, pull, run
+from .commands import bench, engine, pull, replay, run
 
 EXIT_FAILED = 1
 EXIT_USER = 2
@@ -36,6 +36,8 @@ app.command("serve")(engine.serve)
 app.command("status")(engine.status)
 app.command("stop")(engine.stop)
 app.command("pull")(pull.pull)
+app.command("replay")(replay.replay)
+app.command("explain")(replay.explain)
 app.add_typer(bench.app, name="bench")
 
 
