@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import numpy as np
 
 from .config import SchedulerConfig
 from .front_messages import Submit
 from .kv_groups import KVGroupSpec, blocks_needed
-from .messages import MAX_REQUEST_ID_BYTES
 from .request import Request
+from .request_options import RequestOptions, check_text
 
 
 class QueueFull(ValueError):
@@ -36,9 +34,13 @@ class Door:
         max_tokens None asks for as many as fit: up to max_model_len or the whole pool, whichever is less. A request
         that asks for more than max_model_len allows ends there by length; one that asks for more than the pool is
         refused.
-        Raises: ValueError naming the limit; TypeError if request_id is no string.
+        Raises: ValueError naming the limit; TypeError if request_id, user or cache_salt is no string.
         """
-        _check_request_id(submit.request_id)
+        # It travels to every worker: what the wire cannot carry would fail after the request was accepted.
+        check_text("request_id", submit.request_id, min_bytes=1)
+        options = RequestOptions(
+            priority=submit.priority, user=submit.user, cache_salt=submit.cache_salt
+        )
         max_model_len, who = self._config.max_model_len, f"request {submit.request_id}"
         num_prompt = len(submit.prompt_token_ids)
         if not num_prompt:
@@ -82,6 +84,9 @@ class Door:
             num_prompt_tokens=num_prompt,
             end_len=end_len,
             tokens=tokens,
+            priority=options.priority,
+            user=options.user,
+            cache_salt=options.cache_salt or "",
         )
 
     def _in_vocabulary(self, ids: np.ndarray, what: str) -> None:
@@ -90,22 +95,6 @@ class Door:
             raise ValueError(
                 f"{what}: token id {outside} lies outside the vocabulary [0, {self._config.vocab_size})"
             )
-
-
-def _check_request_id(request_id: Any) -> None:
-    """The id travels to every worker: what the wire cannot carry would fail after the request was accepted."""
-    if not isinstance(request_id, str):
-        raise TypeError(f"request_id must be a string, got {reprlib.repr(request_id)}")
-    if not 0 < len(request_id) <= MAX_REQUEST_ID_BYTES:
-        raise ValueError(
-            f"request_id must have 1 to {MAX_REQUEST_ID_BYTES} characters, got {len(request_id)}"
-        )
-    try:
-        request_id.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"request_id {reprlib.repr(request_id)} is not valid Unicode; choose another"
-        ) from None
 
 
 def _most_tokens(groups: Sequence[KVGroupSpec], usable: int, limit: int) -> int:

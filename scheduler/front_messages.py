@@ -6,19 +6,24 @@ numbers `bin` of int64. A front numbers its own requests; a number is never used
 Front to scheduler (DEALER to ROUTER):
 
     register  [front_name]                       first message of a front, and again after a reconnect
-    submit    [number, submit_key, request_id, prompt_token_ids, output_token_ids, seed, n_index, params]
+    submit    [number, submit_key, request_id, prompt_token_ids, output_token_ids, seed, n_index, params,
+               priority, user, cache_salt or nil]
     abort     [numbers]                          unknown and finished numbers are ignored
     ack       [numbers]                          the front has the end of these; the scheduler may forget their keys
 
 Scheduler to front:
 
-    outputs   [epoch, numbers, tokens, finish_codes]   one entry a token; token -1 when an end brings none;
-                                                 finish_codes bin of int8, a FinishCode each
+    outputs   [epoch, numbers, tokens, finish_codes, cached_numbers, cached_tokens]
+                                                 one entry a token; token -1 when an end brings none; finish_codes bin
+                                                 of int8, a FinishCode each. The last two name the requests that were
+                                                 admitted with part of their prompt in the prefix cache, and how much
+                                                 of it: with their first token or before it
     refused   [number, reason, text]             a RefusalReason; the request is over (never queued, or an error)
 
 submit_key is 24 bytes (client uuid, counter): the same key twice is the same request. output_token_ids are tokens that
 the request already has (resubmission). seed is in [0, 2**63), always drawn. params is
-[temperature, top_p, top_k, max_tokens or nil, ignore_eos, stop_token_ids].
+[temperature, top_p, top_k, max_tokens or nil, ignore_eos, stop_token_ids]. priority, user and cache_salt are those of
+`request_options.py`.
 """
 
 from __future__ import annotations
@@ -33,9 +38,10 @@ import msgpack
 import numpy as np
 
 from .messages import MAX_REQUEST_ID_BYTES, ProtocolError, wire_text
+from .request_options import RequestOptions
 from .sampling_params import MAX_SEED, SamplingParams
 
-FRONT_PROTOCOL_VERSION = 1
+FRONT_PROTOCOL_VERSION = 2
 SUBMIT_KEY_BYTES = 24
 
 _INT8 = np.dtype("i1")
@@ -87,6 +93,9 @@ class Submit:
     seed: int
     n_index: int = 0
     params: SamplingParams
+    priority: int = 0
+    user: str = ""
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,12 +110,18 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """New tokens of one front's requests. numbers [n] int64, tokens [n] int32, finish_codes [n] int8."""
+    """New tokens of one front's requests, and what the prefix cache had of their prompts.
+
+    Shapes: numbers [n] int64, tokens [n] int32, finish_codes [n] int8; cached_numbers [m] int64, cached_tokens [m]
+        int32.
+    """
 
     epoch: int
     numbers: np.ndarray
     tokens: np.ndarray
     finish_codes: np.ndarray
+    cached_numbers: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    cached_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +164,9 @@ def encode(message: FrontMessage) -> bytes:
                     params.ignore_eos,
                     list(params.stop_token_ids),
                 ],
+                message.priority,
+                message.user,
+                message.cache_salt,
             ]
         case Abort() | Ack():
             kind = FrontKind.ABORT if isinstance(message, Abort) else FrontKind.ACK
@@ -160,6 +178,8 @@ def encode(message: FrontMessage) -> bytes:
                 np.ascontiguousarray(message.numbers, _INT64).tobytes(),
                 np.ascontiguousarray(message.tokens, _INT32).tobytes(),
                 np.ascontiguousarray(message.finish_codes, _INT8).tobytes(),
+                np.ascontiguousarray(message.cached_numbers, _INT64).tobytes(),
+                np.ascontiguousarray(message.cached_tokens, _INT32).tobytes(),
             ]
         case Refused():
             kind = FrontKind.REFUSED
@@ -226,9 +246,13 @@ def _decode(values: Any) -> FrontMessage:
             numbers=_array(body[1], "outputs: numbers", _INT64),
             tokens=_array(body[2], "outputs: tokens", _INT32),
             finish_codes=_array(body[3], "outputs: finish_codes", _INT8),
+            cached_numbers=_array(body[4], "outputs: cached_numbers", _INT64),
+            cached_tokens=_array(body[5], "outputs: cached_tokens", _INT32),
         )
         if not len(outputs.numbers) == len(outputs.tokens) == len(outputs.finish_codes):
             raise ProtocolError("outputs: numbers, tokens and finish_codes differ in length")
+        if len(outputs.cached_numbers) != len(outputs.cached_tokens):
+            raise ProtocolError("outputs: cached_numbers and cached_tokens differ in length")
         return outputs
     return Refused(
         number=_integer(body[0], "refused: number", 2**63),
@@ -239,20 +263,21 @@ def _decode(values: Any) -> FrontMessage:
 
 _BODY_LENGTH = {
     FrontKind.REGISTER: 1,
-    FrontKind.SUBMIT: 8,
+    FrontKind.SUBMIT: 11,
     FrontKind.ABORT: 1,
     FrontKind.ACK: 1,
-    FrontKind.OUTPUTS: 4,
+    FrontKind.OUTPUTS: 6,
     FrontKind.REFUSED: 3,
 }
 
 
 def _submit(body: list[Any]) -> Submit:
-    number, submit_key, request_id, prompt, outputs, seed, n_index, params = body
+    number, submit_key, request_id, prompt, outputs, seed, n_index, params, *said = body
     if not isinstance(submit_key, bytes) or len(submit_key) != SUBMIT_KEY_BYTES:
         raise ProtocolError(f"submit: submit_key must be bin of {SUBMIT_KEY_BYTES} bytes")
     if not isinstance(params, list) or len(params) != 6:
         raise ProtocolError("submit: params must be an array of 6 values")
+    options = RequestOptions(priority=said[0], user=said[1], cache_salt=said[2])
     return Submit(
         number=_integer(number, "submit: number", 2**63),
         submit_key=submit_key,
@@ -269,6 +294,9 @@ def _submit(body: list[Any]) -> Submit:
             ignore_eos=params[4],
             stop_token_ids=params[5],
         ),
+        priority=options.priority,
+        user=options.user,
+        cache_salt=options.cache_salt,
     )
 
 
@@ -281,8 +309,8 @@ def _integer(value: Any, what: str, limit: int) -> int:
 
 
 def _string(value: Any, what: str, limit: int) -> str:
-    if not isinstance(value, str) or len(value) > limit:
-        raise ProtocolError(f"{what} must be a string of at most {limit} characters")
+    if not isinstance(value, str) or len(value.encode()) > limit:
+        raise ProtocolError(f"{what} must be a string of at most {limit} bytes")
     return value
 
 

@@ -41,6 +41,9 @@ def submit(**changed) -> Submit:
         "seed": 5,
         "n_index": 1,
         "params": SamplingParams(temperature=0.5, top_k=4, max_tokens=3, stop_token_ids=(8, 9)),
+        "priority": -3,
+        "user": "anna",
+        "cache_salt": "salt",
     }
     return Submit(**(values | changed))
 
@@ -74,12 +77,15 @@ NUMBERS = st.lists(st.integers(0, 2**63 - 1), max_size=9).map(lambda v: np.array
         Submit,
         number=st.integers(0, 2**63 - 1),
         submit_key=st.binary(min_size=24, max_size=24),
-        request_id=st.text(max_size=256),
+        request_id=st.text(max_size=64),
         prompt_token_ids=IDS,
         output_token_ids=IDS,
         seed=st.integers(0, MAX_SEED),
         n_index=st.integers(0, 2**31 - 1),
         params=PARAMS,
+        priority=st.integers(-(2**31), 2**31 - 1),
+        user=st.text(max_size=64),
+        cache_salt=st.none() | st.text(min_size=1, max_size=64),
     )
     | st.builds(Register, front_name=st.text(max_size=40))
     | st.builds(Abort, numbers=NUMBERS)
@@ -98,16 +104,20 @@ def test_a_message_comes_back_as_it_was_sent(message):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(-1, 2**31 - 1), st.integers(0, 4)))
+    st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(-1, 2**31 - 1), st.integers(0, 4))),
+    st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(1, 2**31 - 1))),
 )
 @settings(deadline=None)
-def test_outputs_come_back_as_they_were_sent(entries):
+def test_outputs_come_back_as_they_were_sent(entries, cached):
     numbers, tokens, codes = zip(*entries, strict=True) if entries else ((), (), ())
+    cached_numbers, cached_tokens = zip(*cached, strict=True) if cached else ((), ())
     outputs = Outputs(
         epoch=2**62,
         numbers=np.array(numbers, np.int64),
         tokens=np.array(tokens, np.int32),
         finish_codes=np.array(codes, np.int8),
+        cached_numbers=np.array(cached_numbers, np.int64),
+        cached_tokens=np.array(cached_tokens, np.int32),
     )
     assert_same(outputs, decode(encode(outputs)))
 
@@ -153,7 +163,7 @@ def wire(message) -> list:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (0, FRONT_PROTOCOL_VERSION + 1, "version 2, this side speaks 1"),
+        (0, FRONT_PROTOCOL_VERSION + 1, "version 3, this side speaks 2"),
         (0, True, "version True"),
         (0, 1.0, "version 1.0"),
         (1, 77, "unknown kind 77"),
@@ -162,7 +172,8 @@ def wire(message) -> list:
         (2, 2**63, "submit: number must be an integer"),
         (3, b"short", "submit_key must be bin of 24 bytes"),
         (3, "k" * 24, "submit_key must be bin of 24 bytes"),
-        (4, "x" * 257, "request_id must be a string of at most 256"),
+        (4, "x" * 257, "request_id must be a string of at most 256 bytes"),
+        (4, "é" * 129, "request_id must be a string of at most 256 bytes"),
         (4, 12345, "request_id must be a string"),
         (4, b"chat-17", "request_id must be a string"),
         (5, b"123", "prompt_token_ids must be bin"),
@@ -181,6 +192,16 @@ def wire(message) -> list:
         (9, [1.0, 1.0, 0, 5, 1, []], "ignore_eos"),
         (9, [1.0, 1.0, 0, 5, False, [-1]], "stop_token_ids"),
         (9, [1.0, 1.0, 0, 5, False, 3], "stop_token_ids"),
+        (10, True, "priority must be a whole number"),
+        (10, 1.0, "priority must be a whole number"),
+        (10, None, "priority must be a whole number"),
+        (10, 2**31, r"priority must be in \[-2\*\*31, 2\*\*31\), got 2147483648"),
+        (10, -(2**31) - 1, "priority must be in"),
+        (11, None, "user must be a string"),
+        (11, b"anna", "user must be a string"),
+        (11, "é" * 129, "user must have at most 256 bytes, got 258"),
+        (12, 7, "cache_salt must be a string"),
+        (12, "x" * 257, "cache_salt must have at most 256 bytes, got 257"),
     ],
 )
 def test_a_submit_that_is_not_exactly_one_is_refused(place, value, said):
@@ -196,11 +217,12 @@ def test_a_submit_that_is_not_exactly_one_is_refused(place, value, said):
     [
         (b"", "front message of 0 bytes"),
         (msgpack.packb([]), "at least 2 values"),
-        (msgpack.packb([1, 0]), "register must carry 1 values, got 0"),
-        (msgpack.packb([1, 2, b"1234567"]), "abort: numbers must be bin"),
-        (msgpack.packb([1, 10, 5, b"", b"1234", b""]), "differ in length"),
-        (msgpack.packb([1, 11, 5, 99, "text"]), "99 is not a valid RefusalReason"),
-        (b"\x93\x01\x02" + b"\x91" * 900 + b"\x00", "bin"),
+        (msgpack.packb([2, 0]), "register must carry 1 values, got 0"),
+        (msgpack.packb([2, 2, b"1234567"]), "abort: numbers must be bin"),
+        (msgpack.packb([2, 10, 5, b"", b"1234", b"", b"", b""]), "differ in length"),
+        (msgpack.packb([2, 10, 5, b"", b"", b"", b"12345678", b""]), "differ in length"),
+        (msgpack.packb([2, 11, 5, 99, "text"]), "99 is not a valid RefusalReason"),
+        (b"\x93\x02\x02" + b"\x91" * 900 + b"\x00", "bin"),
     ],
 )
 def test_other_messages_that_are_not_exactly_one_are_refused(message, said):
@@ -232,6 +254,8 @@ def test_no_bytes_raise_anything_but_the_one_exception():
                 numbers=np.array([1, 2]),
                 tokens=np.array([5, -1]),
                 finish_codes=np.array([0, 3]),
+                cached_numbers=np.array([2]),
+                cached_tokens=np.array([32]),
             )
         ),
         encode(Refused(number=3, reason=RefusalReason.INVALID, text="no")),
