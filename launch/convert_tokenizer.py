@@ -1,20 +1,22 @@
 """Make the tokenizer's files of a Hugging Face folder from a GGUF file's metadata, with the `tokenizers` package.
 
 GGUF stores a byte-level BPE whole (tokens, merges, kinds) but for one thing: how text is split before the merges, of
-which it has only a name, `tokenizer.ggml.pre`. `_PRE_TOKENIZERS` holds those that we know exactly; another name is
-refused, because a guess gives other ids for some text and no error.
+which it has only a name, `tokenizer.ggml.pre`. `_pre_tokenizer` holds those that we know exactly; another name is
+refused, because a guess gives other ids for some text and no error. A SentencePiece vocabulary (`llama` there) is made
+in `convert_sentencepiece.py`.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from .convert_sentencepiece import sentencepiece_bpe
+from .gguf_metadata import CONTROL, USER_DEFINED, Metadata
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -29,32 +31,28 @@ _END_TOKENS = (
     "<|eom_id|>",
     "</s>",
     "<|end|>",
+    "<end_of_turn>",
 )
 """Control tokens that end a turn in the model families that use them, beside the one that the file names as its EOS."""
-
-
-class Metadata(Protocol):
-    """The key-value part of a GGUF file, as `convert_gguf` reads it."""
-
-    path: Path
-
-    def get(self, key: str, default: Any = None) -> Any: ...
-
-    def require(self, key: str) -> Any: ...
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, str]:
     """The content of tokenizer.json, tokenizer_config.json and, when the model has one, chat_template.jinja.
 
-    Raises: ValueError when the tokenizer is not a byte-level BPE or its text splitting is unknown.
+    Raises: ValueError for a tokenizer of another kind than these two, or whose treatment of text is unknown.
     """
     tokens = metadata.require("tokenizer.ggml.tokens")
-    files = {"tokenizer.json": _byte_level_bpe(metadata, tokens).to_str(pretty=True)}
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise ValueError(
+            f"{metadata.path} names {len(tokens) - len(vocab)} tokens twice; its tokenizer is damaged"
+        )
+    files = {"tokenizer.json": _tokenizer(metadata, vocab).to_str(pretty=True)}
     config: dict[str, Any] = {
         # The class that takes tokenizer.json as it is; a named one (GPT2Tokenizer) rebuilds its splitting.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": metadata.require("llama.context_length"),
+        "model_max_length": metadata.own_count("context_length"),
     }
     for role, key in (
         ("bos_token", "bos_token_id"),
@@ -62,7 +60,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
         ("unk_token", "unknown_token_id"),
         ("pad_token", "padding_token_id"),
     ):
-        token_id = _token_id(metadata, key, tokens)
+        token_id = metadata.token_id(key, len(tokens))
         if token_id is not None:
             config[role] = tokens[token_id]
     files["tokenizer_config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -81,30 +79,54 @@ def eos_token_ids(metadata: Metadata) -> list[int]:
     tokens = metadata.require("tokenizer.ggml.tokens")
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     ids = [
-        _token_id(metadata, key, tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")
+        metadata.token_id(key, len(tokens))
+        for key in ("eos_token_id", "eot_token_id", "eom_token_id")
     ]
     place_of = {
-        token: place for place, token in enumerate(tokens[: len(kinds)]) if kinds[place] == _CONTROL
+        token: place for place, token in enumerate(tokens[: len(kinds)]) if kinds[place] == CONTROL
     }
     ids += [place_of.get(token) for token in _END_TOKENS]
     return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
-    from tokenizers import AddedToken, Tokenizer, decoders, models
+def _tokenizer(metadata: Metadata, vocab: dict[str, int]) -> Tokenizer:
+    from tokenizers import processors
 
-    path = metadata.path
-    model = metadata.require("tokenizer.ggml.model")
-    if model != "gpt2":
+    kinds = {"gpt2": _byte_level_bpe, "llama": sentencepiece_bpe}
+    kind = metadata.require("tokenizer.ggml.model")
+    if kind not in kinds:
         raise ValueError(
-            f"{path} has a tokenizer of kind {model!r}; the conversion supports byte-level BPE ('gpt2') only: "
-            "give the model's Hugging Face folder instead"
+            f"{metadata.path} has a tokenizer of kind {kind!r}; the conversion supports byte-level BPE ('gpt2') and "
+            "SentencePiece ('llama') only: give the model's Hugging Face folder instead"
         )
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
+    tokenizer = kinds[kind](metadata, vocab)
+    # llama.cpp's rule: what the file says, else SentencePiece and Llama 3 add a BOS.
+    adds_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    if metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
+        before = tokenizer.post_processor
+        bos = _bos_template(metadata, list(vocab))
+        tokenizer.post_processor = bos if before is None else processors.Sequence([before, bos])
+    return tokenizer
+
+
+def _bos_template(metadata: Metadata, tokens: list[str]) -> Any:
+    from tokenizers import processors
+
+    bos_id = metadata.token_id("bos_token_id", len(tokens))
+    if bos_id is None:
         raise ValueError(
-            f"{path} names {len(tokens) - len(vocab)} tokens twice; its tokenizer is damaged"
+            f"{metadata.path} puts a BOS token before each text but names none; its tokenizer is damaged"
         )
+    bos = tokens[bos_id]
+    return processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+    )
+
+
+def _byte_level_bpe(metadata: Metadata, vocab: dict[str, int]) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    path, tokens = metadata.path, list(vocab)
     merges = [_pair(merge, path) for merge in metadata.require("tokenizer.ggml.merges")]
     pre = metadata.get("tokenizer.ggml.pre", "default")
     try:
@@ -114,12 +136,12 @@ def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, path)
     tokenizer.decoder = decoders.ByteLevel()
-    _set_post_processor(tokenizer, metadata, tokens)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     added = [
-        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        AddedToken(token, special=kind == CONTROL, normalized=False)
         for token, kind in zip(tokens, kinds, strict=False)
-        if kind in (_CONTROL, _USER_DEFINED)
+        if kind in (CONTROL, USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
     return tokenizer
@@ -148,40 +170,6 @@ def _pre_tokenizer(name: str, path: Path) -> Any:
             "give the model's Hugging Face folder instead"
         )
     return known[name]()
-
-
-def _set_post_processor(tokenizer: Tokenizer, metadata: Metadata, tokens: list[str]) -> None:
-    from tokenizers import processors
-
-    byte_level = processors.ByteLevel(trim_offsets=True)
-    if not _adds_bos(metadata):
-        tokenizer.post_processor = byte_level
-        return
-    bos_id = _token_id(metadata, "bos_token_id", tokens)
-    if bos_id is None:
-        raise ValueError(
-            f"{metadata.path} puts a BOS token before each text but names none; its tokenizer is damaged"
-        )
-    bos = tokens[bos_id]
-    template = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
-    )
-    tokenizer.post_processor = processors.Sequence([byte_level, template])
-
-
-def _adds_bos(metadata: Metadata) -> bool:
-    """llama.cpp's rule: what the file says, else only Llama 3's tokenizer does."""
-    default = metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
-
-
-def _token_id(metadata: Metadata, key: str, tokens: list[str]) -> int | None:
-    token_id = metadata.get(f"tokenizer.ggml.{key}")
-    if token_id is not None and not 0 <= token_id < len(tokens):
-        raise ValueError(
-            f"{metadata.path} has {key} {token_id}; its vocabulary is [0, {len(tokens)})"
-        )
-    return token_id
 
 
 def _pair(merge: str, path: Path) -> tuple[str, str]:

