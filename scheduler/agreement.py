@@ -1,17 +1,19 @@
-"""The rules that scheduler and workers must share: who runs by default, batch order, block growth.
+"""The rules that scheduler and workers must share: who runs by default, batch order, block growth, digest.
 
 Both sides call these functions on their own tables with the same message, and so agree without sending the outcome.
-Everything here depends on lengths alone, never on a sampled token.
+Batch and growth depend on lengths alone, never on a sampled token. Whether the sides do agree, `TableDigest` tells.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from .kv_groups import blocks_needed
+from .kv_groups import AttentionKind, KVGroupSpec, blocks_needed, first_needed_block
 
 
 class Lengths(Protocol):
@@ -129,3 +131,222 @@ def query_start_loc(plan: StepPlan) -> np.ndarray:
     starts = np.zeros(plan.num_reqs + 1, np.int32)
     np.cumsum(plan.num_scheduled_tokens, out=starts[1:])
     return starts
+
+
+# ---------------------------------------------------------------- digest
+
+
+DIGEST_BYTES = 8
+_PERIOD = 16  # a row's stored values are folded in one of this many steps
+_MASK = 2**64 - 1
+_CHAIN = 0x9E3779B97F4A7C15  # odd: what a step folds never loses a difference that an earlier one brought in
+_SEED = np.uint64(0xD1342543DE82EF95)  # odd
+_LIVE = np.uint64(0xF1357AEA2E62A9C5)
+_BYTES = 0xAEF17502108EF2D9
+_all_weights = np.empty(0, np.uint64)
+
+# Cells [rows, columns] uint32, and the columns [first, end) of each row that count: [rows], or one number for all.
+_Run = tuple[np.ndarray, np.ndarray | int, np.ndarray]
+
+
+class DigestedTable(Lengths, Protocol):
+    """The per-row columns that the digest covers; both sides' tables have them.
+
+    Shapes: [max_num_seqs] int32, or as said: seeds int64; temperature and top_p float32; token_ids
+        [max_num_seqs, max_model_len]. What stands in a row that is not live does not matter.
+    """
+
+    token_ids: np.ndarray
+    num_prompt_tokens: np.ndarray
+    seeds: np.ndarray
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+
+
+class TableDigest:
+    """Folds one side's step and tables into eight bytes, in a chain over all steps of a life of the group.
+
+    Call, for every step: `begin` with its plan, after its frees, admissions and growth and before its lengths count;
+    `end` with the bytes of its frame; `sampled` with its tokens as soon as they are known, in step order.
+
+    Folded in each step: the frame; index_mapping; query_start_loc; the tokens of step - depth; and of the live rows `i`
+    with `i % 16 == step % 16` lengths, prompt length, sampling params, seed, the token ids that both sides must know
+    by now, and per group the block ids that attention may still read, with their count. One value that differs always
+    changes the digest of its step, and so of every later one; several that differ do, but for chances of 2**-59.
+
+    What it cannot tell: with two ranks, whether rank 0 reported (and stored) a token that it did not sample. The
+    scheduler knows rank 0's word alone, so rank 1 is the one that differs then. With three and more, all others differ.
+
+    table, num_blocks and block_ids are referred to, never copied: they must stay the same arrays.
+    Shapes: num_blocks by group [max_num_seqs] int32; block_ids by group [max_num_seqs, max_blocks] int32.
+    """
+
+    def __init__(
+        self,
+        table: DigestedTable,
+        num_blocks: Sequence[np.ndarray],
+        block_ids: Sequence[np.ndarray],
+        groups: Sequence[KVGroupSpec],
+        *,
+        depth: int,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._depth = depth
+        self._parts = [_RowPart(table, num_blocks, block_ids, first) for first in range(_PERIOD)]
+        self._sampled: deque[np.ndarray] = deque()
+        self._step = 0
+        self._value = 0
+
+    def begin(self, plan: StepPlan) -> None:
+        """Fold everything of a step but its frame."""
+        values = [
+            _fold(plan.index_mapping.tobytes()),
+            _fold(query_start_loc(plan).tobytes()),
+            self._fold_rows(self._parts[self._step % _PERIOD]),
+        ]
+        if self._step >= self._depth and self._sampled:
+            values.append(_fold(self._sampled.popleft().tobytes()))
+        for value in values:
+            self._value = (self._value * _CHAIN + value) & _MASK
+        self._step += 1
+
+    def end(self, frame: bytes) -> int:
+        """Fold the frame's bytes; returns this step's digest, in [0, 2**64)."""
+        self._value = (self._value * _CHAIN + _fold(frame)) & _MASK
+        return self._value
+
+    def sampled(self, tokens: np.ndarray) -> None:
+        """Keep a step's tokens [num_reqs] int32, -1 where a row did not sample, until their turn. Not copied."""
+        self._sampled.append(tokens)
+
+    def _fold_rows(self, part: _RowPart) -> int:
+        live = part.live
+        if not live.any():
+            return 0
+        computed = part.num_computed_tokens
+        # Of a row that runs, the last depth - 1 tokens may be known to the workers alone.
+        known = np.maximum(part.num_tokens - (self._depth - 1), part.num_prompt_tokens) * live
+        runs: list[_Run] = [(part.token_ids, 0, known)]
+        for spec, held, ids in zip(self._groups, part.num_blocks, part.block_ids, strict=True):
+            first = 0
+            if spec.kind is not AttentionKind.FULL:
+                first = np.minimum(first_needed_block(spec, computed), held) * live
+            runs.append((ids, first, held * live))
+        sums = _sums_of_runs(runs)
+        sums += part.columns()
+        sums *= live
+        return int(np.dot(sums, _weights(len(sums)))) & _MASK
+
+
+class _RowPart:
+    """Every 16th row of the tables, as views."""
+
+    def __init__(
+        self,
+        table: DigestedTable,
+        num_blocks: Sequence[np.ndarray],
+        block_ids: Sequence[np.ndarray],
+        first: int,
+    ) -> None:
+        def part(array: np.ndarray) -> np.ndarray:
+            return array[first::_PERIOD]
+
+        self.live = part(table.live)
+        self.num_tokens = part(table.num_tokens)
+        self.num_computed_tokens = part(table.num_computed_tokens)
+        self.num_prompt_tokens = part(table.num_prompt_tokens)
+        self.token_ids = part(table.token_ids).view(np.uint32)
+        self.num_blocks = tuple(map(part, num_blocks))
+        self.block_ids = tuple(part(ids).view(np.uint32) for ids in block_ids)
+        self._seeds = part(table.seeds).view(np.uint64)
+        self._columns = [
+            column.view(np.uint32)
+            for column in (
+                self.num_tokens,
+                self.num_computed_tokens,
+                self.num_prompt_tokens,
+                part(table.top_k),
+                part(table.temperature),
+                part(table.top_p),
+                *self.num_blocks,
+            )
+        ]
+
+    def columns(self) -> np.ndarray:
+        """One sum over all scalar columns of each row: [rows of this part] uint64."""
+        values = np.concatenate(self._columns).astype(np.uint64)
+        weights = _weights(len(self._columns))
+        sums = np.dot(weights, values.reshape(len(weights), -1))
+        sums += self._seeds * _SEED
+        sums += _LIVE
+        return sums
+
+
+def _sums_of_runs(runs: Sequence[_Run]) -> np.ndarray:
+    """A weighted sum over the counting cells of each row: [rows] uint64.
+
+    The weighted cells of all runs lie side by side in one buffer, so that one `reduceat` sums them all. Between two
+    runs lies a column that is never written, and never in a sum: bounds may then equal a run's width.
+    """
+    num_rows = len(runs[0][2])
+    stride = sum(cells.shape[1] for cells, _, _ in runs) + len(runs)
+    bounds = np.empty((num_rows, len(runs), 2), np.intp)
+    products = np.empty((num_rows, stride), np.uint64)
+    start = 0
+    for index, (cells, first, ends) in enumerate(runs):
+        # Of a damaged length too: read as unsigned, one below zero is beyond the last column.
+        ends = np.minimum(ends.view(np.uint32), cells.shape[1])
+        width = int(ends.max())
+        np.multiply(cells[:, :width], _weights(width), out=products[:, start : start + width])
+        bounds[:, index, 0] = first
+        bounds[:, index, 1] = ends
+        bounds[:, index] += start
+        start += width + 1
+    counts = bounds[:, :, 1] > bounds[:, :, 0]
+    bounds += np.arange(0, num_rows * stride, stride)[:, None, None]
+    sums = np.add.reduceat(products.reshape(-1), bounds.reshape(-1))[::2].reshape(counts.shape)
+    sums *= counts  # of an empty run reduceat gives the cell at its bound
+    return np.dot(sums, _weights(64 + len(runs))[64:])
+
+
+def _fold(data: bytes) -> int:
+    """Any difference of length or content gives another number, not reduced."""
+    count = len(data) // 8
+    weights = _weights(count + 1)
+    total = len(data) * _BYTES + int.from_bytes(data[8 * count :], "little") * int(weights[count])
+    if count:
+        total += int(np.dot(np.frombuffer(data, np.uint64, count), weights[:count]))
+    return total
+
+
+def _weights(count: int) -> np.ndarray:
+    """The first `count` of an endless row of odd numbers: [count] uint64. An odd factor mod 2**64 loses nothing.
+
+    Source: splitmix64's finalizer (Steele, Lea, Flood, 2014) of 1, 2, 3, ..., with the lowest bit set.
+    """
+    global _all_weights
+    if count > len(_all_weights):
+        z = np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(_CHAIN)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        _all_weights = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return _all_weights[:count]
+
+
+def disagreement(expected: int, digests: bytes) -> str | None:
+    """Compare the digests of a step, 8 bytes a rank in rank order, with the scheduler's; None if all are the same.
+
+    Returns: who differs, for a sentence: `rank 1 disagrees with the scheduler`.
+    """
+    values = np.frombuffer(digests, "<u8")
+    wrong = np.flatnonzero(values != np.uint64(expected)).tolist()
+    if not wrong:
+        return None
+    if len(wrong) == 1:
+        return f"rank {wrong[0]} disagrees with the scheduler"
+    names = f"{', '.join(map(str, wrong[:-1]))} and {wrong[-1]}"
+    one = len(wrong) == len(values) and (values == values[0]).all()
+    return f"ranks {names} disagree with the scheduler" + (
+        ", though not among themselves" if one else ""
+    )

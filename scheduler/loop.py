@@ -10,9 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from . import front_messages
+from .agreement import DIGEST_BYTES, disagreement
 from .deliveries import Deliveries, join
 from .door import QueueFull
 from .front_messages import Abort, Ack, Outputs, RefusalReason, Refused, Register, Submit
@@ -21,6 +23,7 @@ from .messages import (
     ControlOperation,
     ProtocolError,
     ResultKind,
+    StepResult,
     WorkerReport,
     decode_report,
     encode_control,
@@ -29,6 +32,14 @@ from .messages import (
     peek_report,
 )
 from .scheduler import Scheduler
+
+
+class Recorder(Protocol):
+    """Whoever keeps every counted frame and every result, in the order in which they passed."""
+
+    def frame(self, frame: bytes) -> None: ...
+
+    def result(self, result: bytes) -> None: ...
 
 
 class FrontsChannel(Protocol):
@@ -43,6 +54,15 @@ class FrontsChannel(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _SentStep:
+    """A step whose result is awaited: its sequence, when it was sent, the digest that every rank must report."""
+
+    sequence: int
+    sent_at: float
+    digest: int
+
+
 class WorkerGroupError(RuntimeError):
     """The worker group cannot go on: one sentence says which rank and what. Live requests were already answered."""
 
@@ -51,7 +71,8 @@ class SchedulerLoop:
     """Runs a scheduler between fronts and one life (epoch) of a worker group.
 
     wait(timeout_s) blocks until a channel may have something, someone woke it, or the time is over; None waits for
-    ever. Everything but `stop` and `snapshot` belongs to one thread.
+    ever. recorder is shown every counted frame before it leaves and every result before it is used.
+    Everything but `stop` and `snapshot` belongs to one thread.
     """
 
     def __init__(
@@ -67,6 +88,7 @@ class SchedulerLoop:
         ready_timeout_s: float = 120.0,
         step_deadline_s: float = 120.0,
         bye_timeout_s: float = 5.0,
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -79,9 +101,10 @@ class SchedulerLoop:
         self._ready_timeout_s = ready_timeout_s
         self._step_deadline_s = step_deadline_s
         self._bye_timeout_s = bye_timeout_s
+        self._recorder = recorder
         self._clock = clock
         self._sequence = 0
-        self._sent: deque[tuple[int, float]] = deque()  # unsettled steps: sequence, when sent
+        self._sent: deque[_SentStep] = deque()  # unsettled steps, oldest first
         self._deliveries: list[Deliveries] = []  # of this turn, sent at its end
         self._stopping = threading.Event()
         self._front_names: dict[bytes, str] = {}
@@ -138,7 +161,7 @@ class SchedulerLoop:
             self.turn(None)
         self._refuse_all("the engine is stopping")
         self._sequence += 1
-        self._workers.send(
+        self._send_counted(
             encode_control(ControlOperation.STOP, epoch=self._epoch, sequence=self._sequence)
         )
         gone: set[int] = set()
@@ -189,7 +212,7 @@ class SchedulerLoop:
     def _patience(self, timeout_s: float | None) -> float | None:
         if not self._sent:
             return timeout_s
-        left = max(0.0, self._sent[0][1] + self._step_deadline_s - self._clock())
+        left = max(0.0, self._sent[0].sent_at + self._step_deadline_s - self._clock())
         return left if timeout_s is None else min(timeout_s, left)
 
     def _take_reports(self) -> bool:
@@ -199,24 +222,41 @@ class SchedulerLoop:
             if report.kind is ResultKind.RESULT:
                 self._settle(report)
                 did = True
-        if self._sent and self._clock() - self._sent[0][1] >= self._step_deadline_s:
+        if self._sent and self._clock() - self._sent[0].sent_at >= self._step_deadline_s:
             raise WorkerGroupError(
-                f"step {self._sent[0][0]} has no result after {self._step_deadline_s:g} s; a rank hangs or is gone"
+                f"step {self._sent[0].sequence} has no result after {self._step_deadline_s:g} s; "
+                "a rank hangs or is gone"
             )
         return did
 
     def _settle(self, report: WorkerReport) -> None:
         assert report.result is not None, "a result report without a result"
-        if not self._sent or self._sent[0][0] != report.sequence:
-            expected = f"that of step {self._sent[0][0]}" if self._sent else "none"
+        if not self._sent or self._sent[0].sequence != report.sequence:
+            expected = f"that of step {self._sent[0].sequence}" if self._sent else "none"
             raise WorkerGroupError(
                 f"rank 0 sent the result of step {report.sequence}, expected {expected}"
             )
+        self._check_agreement(self._sent[0], report.result)
         try:
             self._deliveries.append(self._scheduler.settle(report.result.tokens))
         except ProtocolError as error:
             raise WorkerGroupError(f"rank 0, step {report.sequence}: {error}") from None
         self._sent.popleft()
+
+    def _check_agreement(self, sent: _SentStep, result: StepResult) -> None:
+        """Compare every rank's digest with the scheduler's, before a token of the step is taken in."""
+        num_digests = len(result.digests) // DIGEST_BYTES
+        if num_digests != (self._num_ranks if (result.tokens >= 0).any() else 0):
+            raise WorkerGroupError(
+                f"rank 0, step {sent.sequence}: the result carries {num_digests} digests, expected one of each of "
+                f"{self._num_ranks} ranks, and none of a step that sampled nothing"
+            )
+        who = disagreement(sent.digest, result.digests)
+        if who is not None:
+            raise WorkerGroupError(
+                f"{who} at step {sent.sequence}: what it was sent, holds in its tables, runs or sampled is not the "
+                "same; the engine stops rather than go on with wrong results"
+            )
 
     def _issue_steps(self) -> bool:
         did = False
@@ -225,10 +265,17 @@ class SchedulerLoop:
             if step is None:
                 break
             self._sequence += 1
-            self._workers.send(encode_step(step, epoch=self._epoch, sequence=self._sequence))
-            self._sent.append((self._sequence, self._clock()))
+            frame = encode_step(step, epoch=self._epoch, sequence=self._sequence)
+            self._send_counted(frame)
+            digest = self._scheduler.digests.end(frame)
+            self._sent.append(_SentStep(self._sequence, self._clock(), digest))
             did = True
         return did
+
+    def _send_counted(self, frame: bytes) -> None:
+        if self._recorder is not None:
+            self._recorder.frame(frame)
+        self._workers.send(frame)
 
     def _send_outputs(self) -> None:
         if not self._deliveries:
@@ -259,6 +306,8 @@ class SchedulerLoop:
                 raise WorkerGroupError(
                     f"a worker calls itself rank {report.rank}, expected 0 to {self._num_ranks - 1}"
                 )
+            if self._recorder is not None and report.kind is ResultKind.RESULT:
+                self._recorder.result(message)
             return report
         return None
 

@@ -26,7 +26,7 @@ named below. Never pickle.
     grown_block_ids one bin a KV group: the new blocks of the rows that grow, in row order (`agreement.derive_growth`)
     masked_rows     rows whose sampling waits for a mask frame
     bits            bin of little-endian int32 words, words_per_row for each of rows: bit i of word w is id 32 * w + i
-    digests         bin of 8 bytes a rank, in rank order; empty while nobody folds them
+    digests         bin of 8 bytes a rank, in rank order (`agreement.TableDigest`); empty if the step sampled nothing
     tokens          one int32 a batch_index, -1 where the row did not sample
     extras          nil, or a map of batch_index to what that row asked for beyond its token
 
@@ -44,7 +44,7 @@ from typing import Any, Protocol
 import msgpack
 import numpy as np
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_REQUEST_ID_BYTES = 256
 MAX_ERROR_TEXT = 16_384
 
@@ -377,9 +377,12 @@ def _admissions_from_wire(value: Any, num_groups: int) -> Admissions:
         if column.name == "request_ids":
             ids = tuple(_list(raw, what))
             for request_id in ids:
-                if not isinstance(request_id, str) or len(request_id) > MAX_REQUEST_ID_BYTES:
+                if (
+                    not isinstance(request_id, str)
+                    or len(request_id.encode()) > MAX_REQUEST_ID_BYTES
+                ):
                     raise ProtocolError(
-                        f"{what} must be strings of at most {MAX_REQUEST_ID_BYTES} characters, "
+                        f"{what} must be strings of at most {MAX_REQUEST_ID_BYTES} bytes, "
                         f"got {_short(request_id)}"
                     )
             decoded[column.name] = ids

@@ -6,7 +6,7 @@ Owns what the scheduler remembers of a request. Decides nothing: `scheduler.py` 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
@@ -19,7 +19,7 @@ NO_END = np.iinfo(np.int32).max  # end_len of a row that nobody holds: no length
 class RequestStatus(Enum):
     WAITING = auto()  # holds no row; new, or preempted
     RUNNING = auto()  # holds a row
-    ENDING = auto()  # its last token by length is in flight; row and blocks are already given back
+    ENDING = auto()  # its last token by length is in flight; its row is already given back
     FINISHED = auto()
 
 
@@ -30,8 +30,11 @@ class Request:
     tokens: [n] int32, prompt and settled outputs, the truth while the request holds no row; the table's row is while it
         runs.
     end_len: tokens (prompt and outputs) at which it ends by length.
+    priority: small is urgent. user: who shares fairly with others. cache_salt: whose cached prefixes it may hit.
     generation: number of its latest admission, 0 before the first. A record names a row's occupant by it.
     num_in_flight: unsettled steps that ran it before it gave its row back; it is not resumed before they settled.
+    chain_root, hashes: its prefix-cache names, one a full base block of its tokens, as far as anyone asked for them.
+    held_blocks: by KV group, what it still holds without a row (ENDING): to be named when its last step has settled.
     """
 
     front: Hashable
@@ -43,22 +46,32 @@ class Request:
     num_prompt_tokens: int
     end_len: int
     tokens: np.ndarray
+    priority: int = 0
+    user: str = ""
+    cache_salt: str | None = None
     arrival: int = 0
     front_index: int = 0
+    user_index: int = 0
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
     generation: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    chain_root: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)
+    held_blocks: tuple[np.ndarray, ...] = ()
 
 
 class RequestTable:
     """The rows: one column an attribute, one row a running request.
 
     Shapes: token_ids [max_num_seqs, max_model_len] int32, everything else [max_num_seqs]. live bool; num_tokens,
-        num_computed_tokens, num_settled_tokens, end_len, front_index int32; generation, number, arrival int64.
+        num_computed_tokens, num_settled_tokens, num_cached_tokens, num_prompt_tokens, end_len, front_index, priority,
+        user_index, top_k int32; generation, number, arrival, seeds int64; temperature, top_p float32.
     num_tokens counts tokens that issued steps are still sampling, num_settled_tokens only those that came back and
-    stand in token_ids. A vacant row has zeros, generation 0 (which nobody has) and an end_len that is never reached.
+    stand in token_ids. num_cached_tokens were not computed by this occupant. A vacant row has no tokens, generation 0
+    (which nobody has) and an end_len that is never reached.
+    version: changes with every occupant that comes or goes.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -66,14 +79,29 @@ class RequestTable:
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_settled_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.end_len = np.full(max_num_seqs, NO_END, np.int32)
         self.front_index = np.zeros(max_num_seqs, np.int32)
         self.generation = np.zeros(max_num_seqs, np.int64)
         self.number = np.zeros(max_num_seqs, np.int64)
         self.arrival = np.zeros(max_num_seqs, np.int64)
+        self.priority = np.zeros(max_num_seqs, np.int32)
+        self.user_index = np.zeros(max_num_seqs, np.int32)
+        self.seeds = np.zeros(max_num_seqs, np.int64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_p = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.num_live = 0
+        self.version = 0
+        self._zero_when_vacant = (
+            self.num_tokens,
+            self.num_computed_tokens,
+            self.num_settled_tokens,
+            self.generation,
+        )
 
     def occupant(self, row: int) -> Request:
         """Name the request that holds a row."""
@@ -81,31 +109,44 @@ class RequestTable:
         assert request is not None, f"row {row} is vacant"
         return request
 
-    def occupy(self, row: int, request: Request) -> None:
-        """Give a vacant row to a request, nothing of it computed."""
+    def occupy(self, row: int, request: Request, num_cached_tokens: int = 0) -> None:
+        """Give a vacant row to a request, of which nothing is computed but the cached tokens."""
         assert self.requests[row] is None, f"row {row} is held by {self.occupant(row).request_id}"
-        length = len(request.tokens)
+        length, params = len(request.tokens), request.params
         self.live[row] = True
         self.num_tokens[row] = length
         self.num_settled_tokens[row] = length
-        self.num_computed_tokens[row] = 0
+        self.num_computed_tokens[row] = num_cached_tokens
+        self.num_cached_tokens[row] = num_cached_tokens
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.end_len[row] = request.end_len
         self.front_index[row] = request.front_index
         self.generation[row] = request.generation
         self.number[row] = request.number
         self.arrival[row] = request.arrival
+        self.priority[row] = request.priority
+        self.user_index[row] = request.user_index
+        self.seeds[row] = request.seed
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.top_k[row] = params.top_k
         self.token_ids[row, :length] = request.tokens
         self.requests[row] = request
         self.num_live += 1
+        self.version += 1
 
-    def vacate(self, row: int) -> None:
-        """Take a row back; its occupant keeps the tokens that settled."""
-        request = self.occupant(row)
-        request.tokens = self.token_ids[row, : self.num_settled_tokens[row]].copy()
-        self.live[row] = False
-        for column in (self.num_tokens, self.num_settled_tokens, self.num_computed_tokens):
-            column[row] = 0
-        self.end_len[row] = NO_END
-        self.generation[row] = 0
-        self.requests[row] = None
-        self.num_live -= 1
+    def save_tokens(self, row: int) -> None:
+        """Let a row's occupant keep the tokens that settled, before it loses the row."""
+        self.occupant(row).tokens = self.token_ids[row, : self.num_settled_tokens[row]].copy()
+
+    def vacate(self, rows: list[int]) -> None:
+        """Take rows back."""
+        self.live[rows] = False
+        for column in self._zero_when_vacant:
+            column[rows] = 0
+        self.end_len[rows] = NO_END
+        for row in rows:
+            self.occupant(row).row = -1
+            self.requests[row] = None
+        self.num_live -= len(rows)
+        self.version += 1

@@ -1,52 +1,45 @@
 """This step's batch: queues, rows, blocks and a token budget in; the change to broadcast out.
 
-Owns every decision and the unsettled steps. Sends nothing (`loop.py`), checks no request (`door.py`), orders nobody
-(`policy.py`).
+Owns every decision and the requests' coming and going. Sends nothing (`loop.py`), checks no request (`door.py`), orders
+nobody (`policy.py`), hands out no block (`kv_memory.py`).
 
 The rules of a step, each a named method:
 - running requests come before waiting ones, and of the running those with one uncomputed token before prompts, so a
-  long prompt never starves a decode; what is left of the token budget goes to prompts in the policy's order, then to
-  newcomers;
+  long prompt never starves a decode; what is left of the token budget goes to prompts in the policy's order, at most
+  long_prefill_token_threshold each, then to newcomers;
 - a token budget below the number of running rows serves them in turn, one token each;
-- a waiting request is admitted only if the blocks of its whole prompt and earlier outputs are free now, and never in a
-  step that preempted someone; nobody overtakes the head of the queue;
-- when blocks run out the policy's victim is preempted: its row and blocks go back, and it waits with the tokens it has,
-  to be computed again. It is not resumed before the steps that ran it have settled; their tokens are kept;
+- a waiting request is admitted only if the blocks of its whole prompt and earlier outputs are free now, beyond what is
+  promised to others, and never in a step that preempted someone; nobody overtakes the head of the queue;
+- when blocks run out, those of requests that only wait for their last token go first, then the policy's victim is
+  preempted: its row and blocks go back, and it waits with the tokens it has, to be computed again. It is not resumed
+  before the steps that ran it have settled; their tokens are kept;
 - a row whose token in flight is its last by length is freed in the next step.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from .agreement import StepPlan, derive_growth, plan_step
-from .block_pool import BlockPool
+from .agreement import StepPlan, TableDigest, plan_step
 from .budget import Share, share_budget
 from .config import SchedulerConfig
-from .deliveries import Deliveries
+from .deliveries import Deliveries, Entry, Outbox
 from .door import Door, QueueFull
 from .front_messages import FinishCode, Submit
-from .kv_groups import KVGroupSpec, blocks_needed
-from .messages import Admissions, ProtocolError, SchedulerOutput
+from .kv_groups import KVGroupSpec
+from .kv_memory import KVMemory, Offer
+from .messages import Admissions, SchedulerOutput
 from .newcomers import admissions_of
-from .policy import FirstComeFirstServed, Policy
+from .policy import Policy, make_policy
+from .publishing import publish_held, publish_rows
+from .records import Records, StepRecord, check_tokens
 from .registry import Registry
 from .request import Request, RequestStatus, RequestTable
-from .row_blocks import RowBlocks
+from .row_blocks import Growth
 from .stops import StopRules
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """An issued step that has not settled. generations [num_reqs] int64 name who held each row of the plan then."""
-
-    plan: StepPlan
-    generations: np.ndarray
 
 
 class Scheduler:
@@ -64,12 +57,13 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.groups = groups
-        self.pool = BlockPool(num_blocks)
+        self.memory = KVMemory(config, groups, num_blocks)
+        self.pool, self.blocks, self.cache = self.memory.pool, self.memory.blocks, self.memory.cache
         self.table = RequestTable(config.max_num_seqs, config.max_model_len)
-        self.blocks = RowBlocks(
-            groups, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len
+        self.digests = TableDigest(
+            self.table, self.blocks.num_blocks, self.blocks.block_ids, groups, depth=config.depth
         )
-        self.waiting = FirstComeFirstServed() if policy is None else policy
+        self.waiting = make_policy(config.scheduling_policy) if policy is None else policy
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_tokens_computed = 0
@@ -78,10 +72,10 @@ class Scheduler:
         self._stops = StopRules(config.vocab_size, config.eos_token_ids)
         self._free_rows = list(range(config.max_num_seqs))  # a heap: the lowest row first
         self._freed_rows: list[int] = []  # that the workers were not told of yet
-        self._records: deque[StepRecord] = deque()
+        self._records = Records()
         self._registry = Registry()
         self._detached: dict[int, Request] = {}  # by generation: off its row with steps in flight
-        self._ends: list[tuple[int, int, FinishCode]] = []  # ends that no step brings
+        self._outbox = Outbox()
         self._arrivals = 0
         self._generations = 0
         self._turn = 0  # the row that is next when the budget serves rows in turn
@@ -108,7 +102,8 @@ class Scheduler:
         return (
             self._registry.num_entries
             + len(self._detached)
-            + len(self._ends)
+            + len(self._outbox)
+            + self.memory.num_holders
             + self._stops.num_watched
         )
 
@@ -144,6 +139,7 @@ class Scheduler:
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._registry.enter(request)
         self._stops.add(request.params)
+        self.waiting.enter(self.table, request)
         self.waiting.add(request)
         if len(request.tokens) > request.num_prompt_tokens:
             code = self._stops.finish_code(request, int(request.tokens[-1]), len(request.tokens))
@@ -159,12 +155,11 @@ class Scheduler:
         return True
 
     def abort_front(self, front: Hashable) -> None:
-        """End and forget everything of a front that is gone. Delivers nothing."""
-        for request in self._registry.of_front(front):
-            self._end(request)
-        index = self._registry.front_index(front)
-        self._ends = [end for end in self._ends if end[0] != index]
-        self._registry.forget_front(front)
+        """End and forget everything of a front that is gone, and the front itself. Delivers nothing."""
+        self._end(self._registry.of_front(front))
+        index = self._registry.forget_front(front)
+        if index is not None:
+            self._outbox.forget(index)
 
     def forget(self, front: Hashable, numbers: Iterable[int]) -> None:
         """Drop the keys of ended requests that the front has acknowledged. Live and unknown numbers are ignored."""
@@ -176,42 +171,53 @@ class Scheduler:
         front, number = self._registry.fronts[owner[0]], owner[1]
         request = self._registry.find(front, number)
         if request is not None:
-            self._end(request)
-        self._ends = [end for end in self._ends if end[:2] != owner]
+            self._end([request])
+        self._outbox.forget(*owner)
         self._registry.forget(front, number)
 
     def _end_without_token(self, request: Request, code: FinishCode) -> None:
-        self._end(request)
-        self._ends.append((request.front_index, request.number, code))
+        self._end([request])
+        self._outbox.end(request, code)
 
-    def _end(self, request: Request) -> None:
-        """Take everything back from a request, whatever its state; tokens still in flight will be dropped."""
-        if request.status is RequestStatus.RUNNING:
-            self._release_row(request.row)
-        elif request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
-        self._detached.pop(request.generation, None)
-        request.status = RequestStatus.FINISHED
-        self._stops.remove(request.params)
-        self._registry.leave(request)
+    def _end(self, requests: Sequence[Request]) -> None:
+        """Take everything back from requests, whatever their state; tokens still in flight will be dropped."""
+        rows = []
+        for request in requests:
+            if request.status is RequestStatus.RUNNING:
+                rows.append(request.row)
+            elif request.status is RequestStatus.WAITING:
+                self.waiting.remove(request)
+            self.waiting.leave(self.table, request)
+            if self._detached.pop(request.generation, None) is not None:
+                self.memory.let_go(request)
+            request.status = RequestStatus.FINISHED
+            self._stops.remove(request.params)
+            self._registry.leave(request)
+        if rows:
+            self.memory.release(rows)
+            self._vacate(rows)
 
-    def _release_row(self, row: int) -> None:
-        self.table.occupant(row).row = -1
-        self.pool.free(self.blocks.release(row))
-        self.table.vacate(row)
-        heapq.heappush(self._free_rows, row)
-        self._freed_rows.append(row)
+    def _vacate(self, rows: list[int]) -> None:
+        self.table.vacate(rows)
+        self._freed_rows.extend(rows)
+        for row in rows:
+            heapq.heappush(self._free_rows, row)
 
     def _detach(self, row: int, status: RequestStatus) -> Request:
-        """Give a row back before the steps that ran it have settled; their tokens still belong to its request."""
+        """Take a row back before the steps that ran it have settled; their tokens still belong to its request.
+
+        A request that is ENDING keeps its blocks until then, so that they can be published.
+        """
         request = self.table.occupant(row)
-        generation = request.generation
-        request.num_in_flight = sum(
-            bool((r.generations == generation).any()) for r in self._records
-        )
+        request.num_in_flight = self._records.num_of(row, request.generation)
         if request.num_in_flight:
-            self._detached[generation] = request
-        self._release_row(row)
+            self._detached[request.generation] = request
+        if status is RequestStatus.ENDING and self.memory.caching:
+            self.memory.hold(row, request)
+        else:
+            self.memory.release([row])
+        self.table.save_tokens(row)
+        self._vacate([row])
         request.status = status
         return request
 
@@ -231,19 +237,19 @@ class Scheduler:
             self._free_rows_that_end()
         num_preemptions = self.num_preemptions
         while True:
-            share = share_budget(self.table, self.waiting, budget, self._turn)
+            share = share_budget(self.table, self.waiting, budget, self._turn, self._cap())
             plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows)
-            growth = self._growth(plan)
-            num_new_blocks = sum(int(counts.sum()) for _, counts in growth)
-            if self.pool.can_allocate(num_new_blocks):
+            growth = self.blocks.growth(plan)
+            if self.pool.can_allocate(growth.num_blocks):
                 break
-            self._preempt(self.waiting.victim(self.table))
+            if not self.memory.reclaim():
+                self._preempt(self.waiting.victim(self.table))
         admissions = None
-        if share.left and self.num_preemptions == num_preemptions:
-            admissions, share = self._admit(share, self.pool.num_free - num_new_blocks)
+        if share.left and self.num_preemptions == num_preemptions and len(self.waiting):
+            admissions, share = self._admit(share, growth)
             if admissions is not None:
                 plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows)
-                growth = self._growth(plan)
+                growth = self.blocks.growth(plan)
         if not plan.num_reqs and not self._freed_rows:
             return None
         if share.next_turn is not None:
@@ -254,31 +260,21 @@ class Scheduler:
             run_rows=share.run_rows,
             run_counts=share.run_counts,
             paused_rows=share.paused_rows,
-            grown_block_ids=self._grow(growth),
+            grown_block_ids=self.memory.grow(growth),
         )
         self._freed_rows.clear()
         self._issue(plan)
         return step
 
+    def _cap(self) -> int:
+        """Say how many tokens of one prompt a step runs at most: a lone request keeps nobody waiting."""
+        cap = self.config.long_prefill_token_threshold
+        return cap if cap and len(self._registry) > 1 else self.config.max_model_len
+
     def _free_rows_that_end(self) -> None:
-        """Give back rows whose token in flight is their last by length; that token is delivered when it comes."""
+        """Take back rows whose token in flight is their last by length; that token is delivered when it comes."""
         for row in np.flatnonzero(self.table.num_tokens >= self.table.end_len).tolist():
             self._detach(row, RequestStatus.ENDING)
-
-    def _growth(self, plan: StepPlan) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [
-            derive_growth(plan, held, spec.block_size)
-            for held, spec in zip(self.blocks.num_blocks, self.groups, strict=True)
-        ]
-
-    def _grow(self, growth: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
-        """Take the new blocks from the pool, group by group, in row order, as the workers will read them."""
-        grown = []
-        for group, (rows, counts) in enumerate(growth):
-            ids = self.pool.allocate(int(counts.sum()))
-            self.blocks.grow(group, rows, counts, ids)
-            grown.append(ids)
-        return tuple(grown)
 
     def _preempt(self, row: int) -> None:
         """Take row and blocks from a running request and queue it again with the tokens it has."""
@@ -287,45 +283,60 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.add(request)
 
-    def _admit(self, share: Share, num_free: int) -> tuple[Admissions | None, Share]:
+    def _admit(self, share: Share, growth: Growth) -> tuple[Admissions | None, Share]:
         """Admit from the head of the queue while rows, budget and blocks for the whole prompt last."""
-        left, admitted, long_rows, long_counts = share.left, [], [], []
+        left, admitted, hits, long_rows, long_counts = share.left, [], [], [], []
+        num_free = self.pool.num_free - growth.num_blocks - self.memory.promised(self.table, growth)
         while left and self._free_rows:
             request = self.waiting.head()
             if request is None or request.num_in_flight:
                 break
-            length = len(request.tokens)
-            needed = sum(blocks_needed(length, spec.block_size) for spec in self.groups)
-            if needed > num_free:
+            offer = self.memory.offer(request)
+            if offer.num_blocks > num_free:
                 break
-            self.waiting.remove(request)
-            self._generations += 1
-            request.generation = self._generations
-            request.row = heapq.heappop(self._free_rows)
-            request.status = RequestStatus.RUNNING
-            self.table.occupy(request.row, request)
-            count = min(left, length)
-            if length > 1:
+            self._seat(request, offer)
+            uncomputed = len(request.tokens) - offer.hit.num_tokens
+            count = min(left, self._cap(), uncomputed)
+            if uncomputed > 1:
                 long_rows.append(request.row)
                 long_counts.append(count)
             left -= count
-            num_free -= needed
+            num_free -= offer.num_blocks
             admitted.append(request)
+            hits.append(offer.hit)
         if not admitted:
             return None, share
-        return admissions_of(admitted, len(self.groups)), Share(
+        return admissions_of(admitted, hits), Share(
             run_rows=np.concatenate((share.run_rows, np.array(long_rows, np.int32))),
             run_counts=np.concatenate((share.run_counts, np.array(long_counts, np.int32))),
             paused_rows=share.paused_rows,
             left=left,
         )
 
+    def _seat(self, request: Request, offer: Offer) -> None:
+        """Take a request out of the queue and give it a row, with what the cache has of it."""
+        num_cached = offer.hit.num_tokens
+        self.waiting.remove(request)
+        self.waiting.admitted(request, num_cached)
+        first = request.generation == 0
+        self._generations += 1
+        request.generation = self._generations
+        request.row = heapq.heappop(self._free_rows)
+        request.status = RequestStatus.RUNNING
+        self.table.occupy(request.row, request, num_cached)
+        self.memory.seat(request.row, offer)
+        if self.memory.caching:
+            self.cache.record(len(request.tokens), num_cached, resumed=not first)
+        if first and num_cached:
+            self._outbox.found(request, min(num_cached, request.num_prompt_tokens))
+
     def _issue(self, plan: StepPlan) -> None:
         """Count the step as done by the tables, and remember it until its tokens are back."""
-        table, rows = self.table, plan.index_mapping
-        table.num_computed_tokens[rows] += plan.num_scheduled_tokens
-        table.num_tokens[rows] += plan.samples
-        self._records.append(StepRecord(plan=plan, generations=table.generation[rows]))
+        self.digests.begin(plan)
+        self.waiting.served(self.table, plan)
+        table, record = self.table, self._records.add(plan, self.table)
+        table.num_computed_tokens[record.rows] += plan.num_scheduled_tokens
+        table.num_tokens[record.rows] += plan.samples
         self.num_steps += 1
         self.num_tokens_computed += int(plan.num_scheduled_tokens.sum())
 
@@ -339,42 +350,40 @@ class Scheduler:
         Returns: the tokens to deliver, after the ends that no step brings (`drain`).
         Raises: ProtocolError if the tokens are not what that step can have sampled; nothing has changed then.
         """
-        assert self._records, "no step is in flight"
-        record = self._records[0]
-        plan, generations = record.plan, record.generations
-        self._check_tokens(tokens, plan)
-        self._records.popleft()
-        rows = plan.index_mapping
-        held = self.table.generation[rows] == generations
-        keep = held & plan.samples
-        if not keep.all():
-            rows, kept_tokens = rows[keep], tokens[keep]
+        check_tokens(tokens, self._records.oldest.plan, self.config.vocab_size)
+        record = self._records.settle()
+        self.digests.sampled(tokens)
+        cached = self._outbox.take_cached()
+        plan, held = record.plan, record.held(self.table)
+        rows, starts, samples, own_tokens = (
+            record.rows,
+            plan.num_computed_tokens,
+            plan.samples,
+            tokens,
+        )
+        ends = starts + plan.num_scheduled_tokens
+        if held is not None:
+            rows, starts, ends, samples = rows[held], starts[held], ends[held], samples[held]
+            own_tokens = tokens[held]
+        if self.memory.caching:
+            publish_rows(self.cache, self.blocks, self.table, rows, starts, ends)
+        version = self.table.version
+        if samples.all():
+            columns = self._append(rows, own_tokens)
         else:
-            kept_tokens = tokens
-        entries = self._append(rows, kept_tokens)
-        late = [] if held.all() else self._settle_late(tokens, record, np.flatnonzero(~held))
-        return self._deliveries(entries, late)
+            columns = self._append(rows[samples], own_tokens[samples])
+        if self.blocks.windows:
+            if self.table.version != version:  # some have ended, and all of theirs is back
+                running = self.table.live[rows]
+                rows, ends = rows[running], ends[running]
+            self.memory.return_unseen(rows, ends)
+        late = [] if held is None else self._settle_late(tokens, record, np.flatnonzero(~held))
+        return self._deliveries(columns, late, cached)
 
     def drain(self) -> Deliveries:
         """Take the ends that no step brings: aborts, and requests that came complete."""
         empty = np.empty(0, np.int32)
         return self._deliveries((empty, empty.astype(np.int64), empty, empty.astype(np.int8)), [])
-
-    def _check_tokens(self, tokens: np.ndarray, plan: StepPlan) -> None:
-        if len(tokens) != plan.num_reqs:
-            raise ProtocolError(
-                f"the result carries {len(tokens)} tokens, its step ran {plan.num_reqs} requests"
-            )
-        sampled = tokens[plan.samples]
-        if len(sampled) and not (
-            int(sampled.min()) >= 0 and int(sampled.max()) < self.config.vocab_size
-        ):
-            outside = sampled[(sampled < 0) | (sampled >= self.config.vocab_size)][0]
-            raise ProtocolError(
-                f"the result carries token {outside}, expected one in [0, {self.config.vocab_size})"
-            )
-        if len(sampled) < plan.num_reqs and (tokens[~plan.samples] != -1).any():
-            raise ProtocolError("the result carries a token for a row that did not sample")
 
     def _append(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
         """Append one token to each row and end those that it ends; returns the four delivery columns."""
@@ -384,57 +393,80 @@ class Scheduler:
         lengths = places + 1
         table.num_settled_tokens[rows] = lengths
         codes = np.zeros(len(rows), np.int8)
-        front_index, numbers = table.front_index[rows], table.number[rows]
+        columns = table.front_index[rows], table.number[rows], tokens, codes
         suspects = self._stops.suspect[tokens] | (lengths >= table.end_len[rows])
+        ended = []
         for entry in np.flatnonzero(suspects).tolist():
-            request = table.occupant(rows[entry])
+            request = table.occupant(int(rows[entry]))
             codes[entry] = self._stops.finish_code(request, int(tokens[entry]), int(lengths[entry]))
             if codes[entry]:
-                self._end(request)
-        return front_index, numbers, tokens, codes
+                ended.append(request)
+        if ended:
+            self._end(ended)
+        return columns
 
     def _settle_late(
         self, tokens: np.ndarray, record: StepRecord, batch_indices: np.ndarray
-    ) -> list[tuple[int, int, int, FinishCode]]:
+    ) -> list[Entry]:
         """Append tokens whose request has left its row since; those whose request has ended are dropped."""
         entries = []
+        plan = record.plan
         for batch_index in batch_indices.tolist():
             request = self._detached.get(int(record.generations[batch_index]))
             if request is None:
                 continue
+            if request.held_blocks:
+                start = int(plan.num_computed_tokens[batch_index])
+                end = start + int(plan.num_scheduled_tokens[batch_index])
+                publish_held(self.cache, self.groups, request, start, end)
             request.num_in_flight -= 1
             if not request.num_in_flight:
                 del self._detached[request.generation]
-            if not record.plan.samples[batch_index]:
+                self.memory.let_go(request)
+            if not plan.samples[batch_index]:
                 continue
             token = int(tokens[batch_index])
             request.tokens = np.append(request.tokens, np.int32(token))
             code = self._stops.finish_code(request, token, len(request.tokens))
             if code is not FinishCode.RUNNING:
-                self._end(request)
+                self._end([request])
             entries.append((request.front_index, request.number, token, code))
         return entries
 
     def _deliveries(
         self,
-        entries: tuple[np.ndarray, ...],
-        late: Sequence[tuple[int, int, int, FinishCode]],
+        columns: tuple[np.ndarray, ...],
+        late: Sequence[Entry],
+        cached: dict[str, np.ndarray] | None = None,
     ) -> Deliveries:
-        extra = [(front, number, -1, code) for front, number, code in self._ends]
-        self._ends = []
-        self.num_tokens_out += len(entries[0]) + len(late)
-        extra.extend(late)
+        self.num_tokens_out += len(columns[0]) + len(late)
+        extra = [*self._outbox.take_ends(), *late]
         if extra:
-            columns = zip(*extra, strict=True)
-            entries = tuple(
+            columns = tuple(
                 np.concatenate((np.array(values, column.dtype), column))
-                for values, column in zip(columns, entries, strict=True)
+                for values, column in zip(zip(*extra, strict=True), columns, strict=True)
             )
-        front_index, numbers, tokens, finish_codes = entries
+        front_index, numbers, tokens, finish_codes = columns
         return Deliveries(
-            fronts=tuple(self._registry.fronts),
+            fronts=dict(self._registry.fronts),
             front_index=front_index,
             numbers=numbers,
             tokens=tokens,
             finish_codes=finish_codes,
+            **(cached or {}),
         )
+
+    # ------------------------------------------------------------ the prefix cache
+
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forget every cached prefix. False, and nothing changed, while any block is in use.
+
+        preempt_running: take the blocks of all running requests first; they wait in their old order and keep what they
+        have, tokens in flight too.
+        """
+        if preempt_running:
+            for row in np.flatnonzero(self.table.live).tolist():
+                self._preempt(row)
+            while self.memory.reclaim():
+                pass
+        return self.cache.reset()

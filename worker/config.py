@@ -15,6 +15,7 @@ class WorkerConfig:
 
     Units: block_size, max_model_len and max_num_batched_tokens tokens; kv_cache_memory bytes on this rank (None: what
     gpu_memory_utilization leaves on a GPU, 512 MiB on a CPU); gpu_memory_utilization a share of the whole device.
+    depth: how many steps the scheduler may have issued that have not settled, as `SchedulerConfig.depth`.
     num_threads: torch's and Numba's threads on a CPU, set explicitly because both guess wrongly beside other ranks.
     kernel_backend: "triton" runs on a GPU (or interpreted, under TRITON_INTERPRET=1), "cpu" the Numba twins.
     """
@@ -31,6 +32,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
+    depth: int = 2
     num_threads: int = 1
 
     def __post_init__(self) -> None:
@@ -49,6 +51,7 @@ class WorkerConfig:
             "block_size",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "depth",
             "num_threads",
         ):
             if getattr(self, name) < 1:

@@ -29,7 +29,9 @@ _MAX_REASON = 2_000
 class Executor(Protocol):
     """What carries out a step: `ModelRunner`, or a fake in tests."""
 
-    def execute(self, step: SchedulerOutput) -> StepResult: ...
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
+        """Carry out a step; frame is the message that brought it, for the digest."""
+        ...
 
 
 class WorkerLoop:
@@ -66,14 +68,14 @@ class WorkerLoop:
             return False
         self._sequence_seen = self.sequence
         try:
-            self._take(decode_frame(message))
+            self._take(decode_frame(message), message)
         except Exception as error:
             self.stopped = True
             self._report(error)
             raise
         return True
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: Frame, message: bytes) -> None:
         if frame.epoch < self.epoch:
             self.dropped_frames += 1
             return
@@ -96,7 +98,7 @@ class WorkerLoop:
         self.sequence = frame.sequence
         body = frame.body
         if isinstance(body, SchedulerOutput):
-            result = self._executor.execute(body)
+            result = self._executor.execute(body, message)
             if self.rank == 0:
                 self._channel.send(encode_result(result, epoch=self.epoch, sequence=frame.sequence))
         elif body is ControlOperation.STOP:

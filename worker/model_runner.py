@@ -17,7 +17,8 @@ from .backend import Backend, select_backend
 from .config import WorkerConfig
 from .device import resolve_device
 from .input_batch import InputBuilder
-from .kv_cache import KVCache, group_specs, max_num_blocks, pool_block_bytes
+from .kv_cache import KVCache, max_num_blocks, pool_block_bytes
+from .layer_groups import group_specs
 from .memory import kv_cache_bytes
 from .model_config import ModelConfig
 from .models.decoder import Decoder, load_decoder
@@ -96,6 +97,8 @@ class ModelRunner:
             block_bytes=self.block_bytes,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
+            # All unsettled steps may run tokens of one prompt.
+            max_tokens_in_flight=self.config.depth * self.config.max_num_batched_tokens,
         )
 
     @property
@@ -127,6 +130,7 @@ class ModelRunner:
             groups=self.group_specs,
             num_blocks=self._cache.num_blocks,
             vocab_size=self.model_config.vocab_size,
+            depth=self.config.depth,
         )
         self._inputs = InputBuilder(
             self._state,
@@ -139,7 +143,7 @@ class ModelRunner:
         """Run every kind of step once, so that nothing is compiled or first touched while serving; then forget them."""
         assert self._cache is not None, "call allocate first"
         for step in warm_up_steps(self.config, self.group_specs, self._cache.num_blocks):
-            self.execute(step)
+            self.execute(step, b"")
         with torch.inference_mode():
             self._cache.clear()
         self._reset_tables()
@@ -150,8 +154,10 @@ class ModelRunner:
         assert self._state is not None, "call allocate first"
         return self._state
 
-    def execute(self, step: SchedulerOutput) -> StepResult:
-        """Apply one step and sample; every rank returns the same tokens.
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
+        """Apply one step and sample; every rank returns the same tokens, and all ranks' digests if it sampled any.
+
+        frame: the message that brought the step; the digest covers it.
 
         Raises: ProtocolError if the step does not fit the tables, which are then untouched.
         """
@@ -162,6 +168,8 @@ class ModelRunner:
         assert inputs is not None, "call allocate first"
         assert cache is not None, "call allocate first"
         plan = state.apply(step)
+        digest = state.digests.end(frame)
+        digests_of_ranks = b""
         tokens = np.full(plan.num_reqs, -1, np.int32)
         if plan.num_reqs:
             with torch.inference_mode():
@@ -169,10 +177,11 @@ class ModelRunner:
                 hidden = decoder.forward(batch, cache, self._backend)
                 if len(batch.logits_indices):
                     logits = decoder.logits(hidden, batch.logits_indices)
-                    sampled = sampler.sample(logits, _sampling_rows(state, plan))
+                    sampled = sampler.sample(logits, _sampling_rows(state, plan), digest=digest)
                     tokens[plan.samples] = sampled.tokens
+                    digests_of_ranks = sampled.digests
         state.commit(plan, tokens)
-        return StepResult(tokens=tokens)
+        return StepResult(tokens=tokens, digests=digests_of_ranks)
 
     def close(self) -> None:
         """Give up the pool and the weights, and leave the group."""

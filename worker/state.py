@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..scheduler.agreement import Lengths, StepPlan, derive_growth, plan_step
+from ..scheduler.agreement import Lengths, StepPlan, TableDigest, derive_growth, plan_step
 from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.messages import ProtocolError, SchedulerOutput
 from . import table_changes
@@ -40,7 +40,9 @@ class _Forecast:
 class WorkerState:
     """The request table and the block tables of one rank.
 
-    Units: max_num_seqs rows; max_model_len tokens; num_blocks pool blocks, the null block 0 included.
+    Units: max_num_seqs rows; max_model_len tokens; num_blocks pool blocks, the null block 0 included; depth steps, as
+        the scheduler's.
+    digests: folds every step that is applied and its tokens; whoever has the step's frame calls `digests.end`.
     changes: None, or where every changed cell is noted (a device mirror sets it).
     """
 
@@ -52,6 +54,7 @@ class WorkerState:
         groups: Sequence[KVGroupSpec],
         num_blocks: int,
         vocab_size: int,
+        depth: int = 2,
     ) -> None:
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
@@ -59,6 +62,13 @@ class WorkerState:
         self.requests = RequestStates(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         self.block_tables = BlockTables(
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, groups=self.groups
+        )
+        self.digests = TableDigest(
+            self.requests,
+            self.block_tables.num_blocks,
+            self.block_tables.table,
+            self.groups,
+            depth=depth,
         )
         self.changes: TableChanges | None = None
 
@@ -113,14 +123,16 @@ class WorkerState:
                 if self.changes is not None:
                     self.changes.add(table_changes.block_table(group), *cells)
                     self.changes.add(table_changes.num_blocks(group), rows)
+        self.digests.begin(plan)
         return plan
 
     def commit(self, plan: StepPlan, tokens: np.ndarray) -> None:
         """Take a step's outcome into the request table: computed tokens count, sampled ones are appended.
 
-        Shapes: tokens [num_reqs] int32, read where plan.samples is true and ignored elsewhere.
+        Shapes: tokens [num_reqs] int32, -1 where the row did not sample; kept for the digest, so not to be changed.
         """
         assert len(tokens) == plan.num_reqs, (len(tokens), plan.num_reqs)
+        self.digests.sampled(tokens)
         requests = self.requests
         # NumPy scatters five times faster by its own index type than by int32.
         rows = plan.index_mapping.astype(np.intp)

@@ -39,7 +39,8 @@ class Offers:
 def exchange(offer: Offer, parallel: TensorParallelGroup) -> Offers:
     """Hand this rank's offer to all, and take theirs. Shapes must agree between ranks."""
     num_filtered, width = offer.found.shape
-    digest = torch.tensor([offer.digest], dtype=torch.int64, device=offer.best.device)
+    digest = torch.tensor([offer.digest], dtype=torch.uint64).view(torch.int64)
+    digest = digest.to(offer.best.device, non_blocking=True)
     words = torch.cat((digest, offer.best, offer.found.reshape(-1), offer.masses.view(torch.int64)))
     gathered = parallel.all_gather(words)
     digests, best, found, masses = gathered.split(

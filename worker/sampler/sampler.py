@@ -50,7 +50,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """tokens [num_sampling] int32; digests: 8 bytes a rank, in rank order, as each gave them to `sample`."""
+    """tokens [num_sampling] int32; digests: 8 bytes a rank, in rank order, little-endian, as each gave it."""
 
     tokens: np.ndarray
     digests: bytes
@@ -69,7 +69,7 @@ class Sampler:
         self._rows = vocab_rows_of_rank[parallel.rank]
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows, *, digest: int = 0) -> Sampled:
-        """Choose. Every rank calls it with the same rows; digest (int64) may differ and comes back from each.
+        """Choose. Every rank calls it with the same rows; digest, in [0, 2**64), may differ and comes back from each.
 
         Shapes: logits [num_sampling, vocabulary rows of this rank], any float dtype, left as they are.
         """

@@ -1,0 +1,305 @@
+"""The digest by which ranks and scheduler notice that they differ: everything that it covers changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rowcast.scheduler.agreement import StepPlan, TableDigest, disagreement
+from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec, first_needed_block
+
+ROWS, WIDTH = 20, 24  # two rows share one step in sixteen, and the last parts hold one row alone
+WINDOW = 6
+FULL = KVGroupSpec(block_size=4, num_kv_heads=1, head_dim=8, layers=(0,))
+SLIDING = KVGroupSpec(
+    block_size=2, num_kv_heads=1, head_dim=8, layers=(1,),
+    kind=AttentionKind.SLIDING_WINDOW, window=WINDOW,
+)  # fmt: skip
+GROUPS = (FULL, SLIDING)
+DEPTH = 2
+FRAME = b"a frame of some bytes"
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+class Side:
+    """One side's tables, filled at random; the same for the same seed."""
+
+    def __init__(self, seed: int = 0, depth: int = DEPTH) -> None:
+        rng = np.random.default_rng(seed)
+        self.table = SimpleNamespace(
+            live=np.ones(ROWS, bool),
+            num_tokens=rng.integers(12, WIDTH, ROWS).astype(np.int32),
+            num_computed_tokens=np.zeros(ROWS, np.int32),
+            num_prompt_tokens=rng.integers(1, 9, ROWS).astype(np.int32),
+            temperature=rng.random(ROWS, np.float32),
+            top_p=rng.random(ROWS, np.float32),
+            top_k=rng.integers(0, 50, ROWS).astype(np.int32),
+            seeds=rng.integers(0, 2**63, ROWS),
+            token_ids=rng.integers(0, 1000, (ROWS, WIDTH)).astype(np.int32),
+        )
+        self.table.live[3] = False
+        self.table.num_computed_tokens[:] = self.table.num_tokens - 1
+        self.num_blocks = tuple(
+            -(-self.table.num_tokens // spec.block_size).astype(np.int32) for spec in GROUPS
+        )
+        self.block_ids = tuple(
+            rng.integers(1, 500, (ROWS, WIDTH // spec.block_size)).astype(np.int32)
+            for spec in GROUPS
+        )
+        self.digest = TableDigest(self.table, self.num_blocks, self.block_ids, GROUPS, depth=depth)  # type: ignore[arg-type]
+
+    def plan(self, rows: np.ndarray | None = None, counts: np.ndarray | None = None) -> StepPlan:
+        rows = i32(7, 5, 9) if rows is None else rows
+        return StepPlan(
+            index_mapping=rows,
+            num_scheduled_tokens=i32(1, 1, 3) if counts is None else counts,
+            num_computed_tokens=self.table.num_computed_tokens[rows],
+            samples=np.ones(len(rows), bool),
+        )
+
+    def step(self, frame: bytes = FRAME, tokens: np.ndarray | None = None, **plan) -> int:
+        self.digest.begin(self.plan(**plan))
+        value = self.digest.end(frame)
+        self.digest.sampled(i32(4, 5, 6) if tokens is None else tokens)
+        return value
+
+    def steps(self, count: int) -> list[int]:
+        return [self.step() for _ in range(count)]
+
+
+def first_difference(change: Callable[[Side], object], num_steps: int = 16) -> int | None:
+    """The step at which a side that was changed once differs from one that was not."""
+    ours, theirs = Side(), Side()
+    change(theirs)
+    pairs = zip(ours.steps(num_steps), theirs.steps(num_steps), strict=True)
+    return next((step for step, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def test_equal_tables_give_equal_digests_in_every_step():
+    ours, theirs = Side(), Side()
+    assert ours.steps(40) == theirs.steps(40)
+
+
+def test_the_digest_fits_eight_bytes_and_never_stays():
+    values = Side().steps(64)
+    assert len(set(values)) == 64
+    assert all(0 <= value < 2**64 for value in values)
+    assert max(values) >= 2**63  # all 64 bits are used
+
+
+COLUMNS = ["num_tokens", "num_computed_tokens", "num_prompt_tokens", "top_k", "seeds"]
+
+
+@pytest.mark.parametrize("row", [0, 2, 7, 15, 16, 18, 19])
+@pytest.mark.parametrize("column", [*COLUMNS, "temperature", "top_p"])
+def test_a_value_that_differs_is_noticed_within_sixteen_steps(column: str, row: int):
+    """At the step that folds the row: i % 16 == step % 16."""
+
+    def change(side: Side) -> None:
+        array = getattr(side.table, column)
+        bits = array.view(np.uint64 if array.itemsize == 8 else np.uint32)
+        bits[row] ^= 1  # the lowest bit of whatever it is
+
+    assert first_difference(change) == row % 16
+
+
+@pytest.mark.parametrize("bit", range(63))
+def test_every_bit_of_a_seed_counts(bit: int):
+    def change(side: Side) -> None:
+        side.table.seeds[4] ^= 1 << bit
+
+    assert first_difference(change) == 4
+
+
+def test_a_row_that_one_side_thinks_free_is_noticed():
+    def change(side: Side) -> None:
+        side.table.live[11] = False
+
+    assert first_difference(change) == 11
+
+    def wake(side: Side) -> None:
+        side.table.live[3] = True
+
+    assert first_difference(wake) == 3
+
+
+def test_what_stands_in_a_free_row_does_not_matter():
+    """The scheduler leaves old values there, the workers clear them."""
+
+    def change(side: Side) -> None:
+        side.table.token_ids[3] = 999
+        side.table.seeds[3] = 1
+        side.table.num_tokens[3] = 0
+        side.num_blocks[0][3] = 0
+        side.block_ids[1][3] = 7
+
+    assert first_difference(change, 64) is None
+
+
+def test_every_token_that_both_sides_know_counts():
+    """The last depth - 1 may be known to the workers alone; prompts are known whole."""
+    side = Side()
+    side.table.num_prompt_tokens[9] = side.table.num_tokens[9]
+    for row in (6, 9, 18):
+        length = int(side.table.num_tokens[row])
+        known = length if row == 9 else length - (DEPTH - 1)
+        for place in range(WIDTH):
+
+            def change(side: Side, row: int = row, place: int = place) -> None:
+                side.table.num_prompt_tokens[9] = side.table.num_tokens[9]
+                side.table.token_ids[row, place] += 1
+
+            def same(side: Side) -> None:
+                side.table.num_prompt_tokens[9] = side.table.num_tokens[9]
+
+            ours, theirs = Side(), Side()
+            same(ours)
+            change(theirs)
+            differs = ours.steps(16) != theirs.steps(16)
+            assert differs == (place < known), (row, place)
+
+
+def test_every_block_id_that_attention_may_read_counts():
+    """Left of a window the scheduler holds 0 and the workers what was once there; beyond the count is nothing."""
+    side = Side()
+    for group, spec in enumerate(GROUPS):
+        for row in (6, 18):
+            held = int(side.num_blocks[group][row])
+            first = first_needed_block(spec, int(side.table.num_computed_tokens[row]))
+            assert (first > 0) == (group == 1), "the window must hide something"
+            for place in range(side.block_ids[group].shape[1]):
+
+                def change(side: Side, row=row, place=place, group=group) -> None:
+                    side.block_ids[group][row, place] += 1
+
+                noticed = first_difference(change) is not None
+                assert noticed == (first <= place < held), (group, row, place)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_count_of_blocks_that_differs_is_noticed(group: int, by: int):
+    """Also where the cell beyond holds 0, which adds nothing to a sum."""
+
+    def change(side: Side) -> None:
+        side.num_blocks[group][5] += by
+
+    def clear(side: Side) -> None:
+        count = side.num_blocks[group][5]
+        side.block_ids[group][5, count - 1 :] = 0
+
+    ours, theirs = Side(), Side()
+    clear(ours)
+    clear(theirs)
+    change(theirs)
+    assert ours.steps(16) != theirs.steps(16)
+
+
+def test_swaps_are_noticed():
+    def tokens(side: Side) -> None:
+        side.table.token_ids[6, [2, 3]] = side.table.token_ids[6, [3, 2]]
+
+    def rows(side: Side) -> None:
+        side.table.token_ids[[2, 18]] = side.table.token_ids[[18, 2]]
+
+    def blocks(side: Side) -> None:
+        side.block_ids[0][6, [0, 1]] = side.block_ids[0][6, [1, 0]]
+
+    def groups(side: Side) -> None:
+        first, second = side.block_ids[0][8, 2], side.block_ids[1][8, 5]
+        side.block_ids[0][8, 2], side.block_ids[1][8, 5] = second, first
+
+    def params(side: Side) -> None:
+        side.table.seeds[[1, 17]] = side.table.seeds[[17, 1]]
+
+    def lengths(side: Side) -> None:
+        table = side.table
+        table.num_prompt_tokens[4], table.top_k[4] = table.top_k[4], table.num_prompt_tokens[4]
+
+    for change in (tokens, rows, blocks, groups, params, lengths):
+        assert first_difference(change) is not None, change.__name__
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"frame": FRAME[:-1] + b"z"},
+        {"frame": b"A" + FRAME[1:]},
+        {"frame": FRAME + b"\0"},
+        {"frame": FRAME[:-1]},
+        {"rows": i32(7, 5, 8)},
+        {"rows": i32(5, 7, 9)},
+        {"rows": i32(7, 5, 9, 10), "counts": i32(1, 1, 3, 1)},
+        {"counts": i32(1, 2, 2)},
+        {"counts": i32(1, 1, 4)},
+    ],
+    ids=str,
+)
+def test_a_frame_or_a_batch_that_differs_changes_its_own_step_and_all_later_ones(other: dict):
+    ours, theirs = Side(), Side()
+    ours.step()
+    theirs.step()
+    assert ours.step() != theirs.step(**other)
+    pairs = list(zip(ours.steps(20), theirs.steps(20), strict=True))
+    assert all(a != b for a, b in pairs)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 16, 300, 100_000])
+def test_frames_of_zeros_differ_by_their_length(length: int):
+    values = {Side().step(frame=bytes(length + more)) for more in range(9)}
+    assert len(values) == 9
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_sampled_token_that_differs_is_noticed_depth_steps_later(depth: int):
+    """Only then does the scheduler know it for sure."""
+    ours, theirs = Side(depth=depth), Side(depth=depth)
+    tokens = i32(4, 5, 6)
+    changed = i32(4, 5, 7)
+    pairs = [
+        (ours.step(tokens=tokens), theirs.step(tokens=changed if step == 1 else tokens))
+        for step in range(6)
+    ]
+    assert [a != b for a, b in pairs] == [step >= 1 + depth for step in range(6)]
+
+
+def test_a_token_for_a_row_that_did_not_sample_is_another_token():
+    ours, theirs = Side(), Side()
+    ours.step(tokens=i32(4, -1, 6))
+    theirs.step(tokens=i32(4, 0, 6))
+    assert ours.steps(2)[1] != theirs.steps(2)[1]
+
+
+def test_who_disagrees_is_named():
+    def of(*values: int) -> bytes:
+        return np.array(values, np.uint64).tobytes()
+
+    big = 2**64 - 5
+    assert disagreement(big, of(big, big)) is None
+    assert disagreement(big, b"") is None
+    assert disagreement(big, of(big, 1)) == "rank 1 disagrees with the scheduler"
+    assert disagreement(7, of(1, 7, 2)) == "ranks 0 and 2 disagree with the scheduler"
+    assert disagreement(7, of(7, 1, 1, 2)) == "ranks 1, 2 and 3 disagree with the scheduler"
+    assert "though not among themselves" in str(disagreement(7, of(3, 3, 3)))
+
+
+def test_tables_smaller_than_a_round_are_folded():
+    side = SimpleNamespace(
+        live=np.ones(1, bool), token_ids=np.ones((1, 4), np.int32), seeds=np.zeros(1, np.int64),
+        temperature=np.zeros(1, np.float32), top_p=np.zeros(1, np.float32),
+        **{name: np.ones(1, np.int32) for name in COLUMNS[:4]},
+    )  # fmt: skip
+    digest = TableDigest(side, [i32(1)], [i32(5)[None]], [FULL], depth=1)  # type: ignore[arg-type]
+    plan = StepPlan(
+        index_mapping=i32(), num_scheduled_tokens=i32(), num_computed_tokens=i32(),
+        samples=np.zeros(0, bool),
+    )  # fmt: skip
+    for _ in range(17):
+        digest.begin(plan)
+        digest.end(b"")
+        digest.sampled(i32())
