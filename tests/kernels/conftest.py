@@ -50,7 +50,14 @@ class PagedCase:
     query_start_loc: torch.Tensor
     scale: float
 
-    def attend(self, paged_attention: Callable[..., None], *, marker: float = 7.0) -> torch.Tensor:
+    def attend(
+        self,
+        paged_attention: Callable[..., None],
+        *,
+        marker: float = 7.0,
+        window: int = 0,
+        chunk: int = 0,
+    ) -> torch.Tensor:
         """The kernel's output; asserts that it wrote nothing into the gap behind each token."""
         num_tokens, num_heads, head_dim = self.query.shape
         storage = torch.full((num_tokens, num_heads * head_dim + 3), marker, dtype=self.query.dtype)
@@ -64,9 +71,25 @@ class PagedCase:
             self.query_start_loc,
             scale=self.scale,
             out=out,
+            window=window,
+            chunk=chunk,
         )
         assert (storage[:, num_heads * head_dim :] == marker).all()
         return out
+
+    def give_back(self, *, window: int = 0, chunk: int = 0, left_over: int = JUNK_BLOCK) -> None:
+        """Leave nothing of what no query of this step sees: NaN keys and values, `left_over` for whole blocks' ids."""
+        block_size = self.pool.shape[4]
+        for batch_index, seq_len in enumerate(self.seq_lens.tolist()):
+            start, end = self.query_start_loc[batch_index : batch_index + 2].tolist()
+            position = seq_len - (end - start)  # of the first query
+            first = max(0, position - window + 1) if window else position // chunk * chunk
+            whole_blocks, rest = divmod(first, block_size)
+            ids = self.block_table[batch_index, : whole_blocks + 1]
+            self.pool[ids[:whole_blocks].long()] = float("nan")
+            if rest:
+                self.pool[int(ids[whole_blocks]), ..., :rest, :] = float("nan")
+            ids[:whole_blocks] = left_over
 
 
 def paged_case(

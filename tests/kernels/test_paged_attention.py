@@ -230,8 +230,8 @@ def test_interpreted_triton_and_the_twin_agree_to_float32_rounding(paged_case):
     case = paged_case([60, 33, 40], [1, 2, 40], num_heads=9, num_kv_heads=3, head_dim=64)
     triton = case.attend(paged_attention)
     numba = case.attend(
-        lambda *args, scale, out: twin(
-            *(tensor.numpy() for tensor in args), scale=scale, out=out.numpy()
+        lambda *args, out, **numbers: twin(
+            *(tensor.numpy() for tensor in args), out=out.numpy(), **numbers
         )
     )
     assert error(triton, numba) < 2e-6
@@ -249,8 +249,8 @@ def test_the_twin_on_two_threads_gives_the_same_bits(paged_case, numba_threads):
         numba_threads(num_threads)
         results.append(
             case.attend(
-                lambda *args, scale, out: paged_attention(
-                    *(tensor.numpy() for tensor in args), scale=scale, out=out.numpy()
+                lambda *args, out, **numbers: paged_attention(
+                    *(tensor.numpy() for tensor in args), out=out.numpy(), **numbers
                 )
             )
         )
@@ -268,8 +268,8 @@ def test_the_twin_s_softmax_is_exact_from_equal_scores_to_vanishing_ones(paged_c
     case.pool[blocks, 1, 0, 0, :, 0] = torch.stack([torch.zeros(500), -difference], 1)
     case.pool[blocks, 1, 1, 0, :, 0] = torch.tensor([0.0, 1.0])
     got = case.attend(
-        lambda *args, scale, out: paged_attention(
-            *(tensor.numpy() for tensor in args), scale=1.0, out=out.numpy()
+        lambda *args, out, **numbers: paged_attention(
+            *(tensor.numpy() for tensor in args), out=out.numpy(), **numbers | {"scale": 1.0}
         )
     )[:, 0, 0]
     wanted = torch.exp(-difference.double()) / (1 + torch.exp(-difference.double()))
