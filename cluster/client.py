@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..scheduler.messages import MAX_REQUEST_ID_BYTES
+from ..scheduler.request_options import RequestOptions, check_text
 from ..scheduler.sampling_params import MAX_SEED, SamplingParams
 from .attach import connect
 from .client_requests import (
@@ -33,10 +33,12 @@ from .mailboxes import Update
 from .outputs import RequestOutput
 from .prompts import (
     Conversation,
+    Many,
     Prompt,
     Prompts,
     is_one_prompt,
     list_conversations,
+    list_options,
     list_params,
     list_prompts,
     one_prompt,
@@ -95,46 +97,73 @@ class Client:
 
     # ------------------------------------------------------------ what people call
 
-    def generate(self, prompts: Prompts, sampling_params: ManyParams = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: ManyParams = None,
+        *,
+        priority: Many[int] = 0,
+        user: Many[str] = "",
+        cache_salt: Many[str | None] = None,
+    ) -> list[RequestOutput]:
         """Answer prompts, all at once; the results are in the prompts' order.
 
-        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list.
+        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list, and so are
+            priority (the smaller the more urgent), user (who shares fairly with others) and cache_salt (only requests
+            of the same salt share cached prefixes); see `RequestOptions`.
         Raises: ValueError naming the prompt that cannot be served; EngineFailed when the engine ends.
         """
         listed = list_prompts(prompts)
         names = None if is_one_prompt(prompts) else [f"prompts[{i}]" for i in range(len(listed))]
-        return self._answer([on_wire(p) for p in listed], listed, sampling_params, names)
+        options = list_options(len(listed), priority=priority, user=user, cache_salt=cache_salt)
+        return self._answer([on_wire(p) for p in listed], listed, sampling_params, options, names)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: ManyParams = None,
+        *,
+        priority: Many[int] = 0,
+        user: Many[str] = "",
+        cache_salt: Many[str | None] = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
         conversations = list_conversations(messages)
         one = any(conversation is messages for conversation in conversations)
         wires = [conversation_on_wire(c) for c in conversations]
         names = None if one else [f"conversations[{i}]" for i in range(len(wires))]
-        return self._answer(wires, [None] * len(wires), sampling_params, names)
+        options = list_options(len(wires), priority=priority, user=user, cache_salt=cache_salt)
+        return self._answer(wires, [None] * len(wires), sampling_params, options, names)
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt as its tokens come: each output holds all text so far. Leaving the loop aborts it."""
         listed = one_prompt(prompt)
-        return self._stream(on_wire(listed), listed, sampling_params, request_id)
+        options = RequestOptions(priority=priority, user=user, cache_salt=cache_salt)
+        return self._stream(on_wire(listed), listed, sampling_params, request_id, options)
 
     def stream_chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
         """`stream` for one conversation."""
-        return self._stream(conversation_on_wire(messages), None, sampling_params, request_id)
+        options = RequestOptions(priority=priority, user=user, cache_salt=cache_salt)
+        wire = conversation_on_wire(messages)
+        return self._stream(wire, None, sampling_params, request_id, options)
 
     def abort(self, request_id: str) -> None:
         """End a request of this client that another thread, or an open `stream`, waits for. Others are left alone."""
@@ -177,12 +206,13 @@ class Client:
         wires: Sequence[PromptOnWire],
         prompts: Sequence[Prompt | None],
         sampling_params: ManyParams,
+        options: Sequence[RequestOptions],
         names: Sequence[str] | None,
     ) -> list[RequestOutput]:
         params = list_params(sampling_params, len(wires))
         requests = [
-            self._new(wire, prompt, wanted, None, streams=False)
-            for wire, prompt, wanted in zip(wires, prompts, params, strict=True)
+            self._new(wire, prompt, wanted, None, said, streams=False)
+            for wire, prompt, wanted, said in zip(wires, prompts, params, options, strict=True)
         ]
         try:
             most = min(BATCH_REQUESTS, self.info["max_waiting"])
@@ -212,9 +242,10 @@ class Client:
         prompt: Prompt | None,
         sampling_params: SamplingParams | None,
         request_id: str | None,
+        options: RequestOptions,
     ) -> Iterator[RequestOutput]:
         (params,) = list_params(sampling_params, 1)
-        request = self._new(wire, prompt, params, request_id, streams=True)
+        request = self._new(wire, prompt, params, request_id, options, streams=True)
         return self._outputs(request)
 
     def _outputs(self, request: ClientRequest) -> Iterator[RequestOutput]:
@@ -242,15 +273,12 @@ class Client:
         prompt: Prompt | None,
         params: SamplingParams,
         request_id: str | None,
+        options: RequestOptions,
         *,
         streams: bool,
     ) -> ClientRequest:
-        if request_id is not None and (
-            not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_BYTES
-        ):
-            raise ValueError(
-                f"request_id must be a string of 1 to {MAX_REQUEST_ID_BYTES} characters, got {request_id!r:.60}"
-            )
+        if request_id is not None:
+            check_text("request_id", request_id, min_bytes=1)
         with self._changed:
             counter, self._next_counter = self._next_counter, self._next_counter + 1
         return ClientRequest(
@@ -258,6 +286,7 @@ class Client:
             request_id=request_id or f"{self._uuid.hex()[:12]}-{counter}",
             given=wire,
             params=params,
+            options=options,
             streams=streams,
             prompt=prompt if isinstance(prompt, str) else None,
         )
@@ -276,6 +305,7 @@ class Client:
                 seed=secrets.randbelow(MAX_SEED + 1)
                 if request.params.seed is None
                 else request.params.seed,
+                options=request.options,
                 streams=request.streams,
             )
             for request in requests

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..scheduler.front_messages import RefusalReason
+from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
 from .engine import EngineFailed
 from .front import PromptOnWire
@@ -32,6 +33,7 @@ class ClientRequest:
     request_id: str
     given: PromptOnWire
     params: SamplingParams
+    options: RequestOptions
     streams: bool
     prompt: str | None
     prompt_token_ids: list[int] = field(default_factory=list)
@@ -82,6 +84,7 @@ class ClientRequest:
             outputs=[completion],
             finished=completion.finished,
             metrics=metrics,
+            cached_tokens=0 if update is None else update.cached_tokens,
         )
 
 

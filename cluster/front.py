@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from ..scheduler.front_messages import (
 )
 from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.messages import ProtocolError
+from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
 from .channel import FrontDealer
 from .mailboxes import Mailboxes, Update
@@ -56,6 +57,7 @@ class FrontRequest:
     prompt: PromptOnWire
     params: SamplingParams
     seed: int
+    options: RequestOptions = field(default_factory=RequestOptions)
     streams: bool = True
 
 
@@ -196,6 +198,9 @@ class Front:
                 prompt_token_ids=ids,
                 seed=request.seed,
                 params=request.params,
+                priority=request.options.priority,
+                user=request.options.user,
+                cache_salt=request.options.cache_salt,
             )
             self._door.check(self.config.front_name, submit)
         except (ValueError, TypeError) as error:
@@ -208,16 +213,7 @@ class Front:
             streams=request.streams,
         )
         if number is not None:
-            await self._say(
-                Submit(
-                    number=number,
-                    submit_key=submit.submit_key,
-                    request_id=submit.request_id,
-                    prompt_token_ids=ids,
-                    seed=submit.seed,
-                    params=submit.params,
-                )
-            )
+            await self._say(replace(submit, number=number))
         return Accepted(prompt_token_ids=ids.tobytes(), prompt=prompt)
 
     def _read_prompt(self, prompt: PromptOnWire) -> tuple[np.ndarray, str | None]:
@@ -260,9 +256,7 @@ class Front:
             self._dropped_messages += 1
             return
         self._epoch = outputs.epoch
-        clients, orphans = self.mailboxes.deliver(
-            outputs.numbers, outputs.tokens, outputs.finish_codes
-        )
+        clients, orphans = self.mailboxes.deliver(outputs)
         self._ring(clients)
         if orphans:
             await self._say(Ack(numbers=np.array(orphans, np.int64)))

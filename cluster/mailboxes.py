@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..scheduler.front_messages import FinishCode, RefusalReason
+from ..scheduler.front_messages import FinishCode, Outputs, RefusalReason
 from .outputs import FinishReason
 from .text import IncrementalDetokenizer
 
@@ -34,7 +34,8 @@ class Update:
     """One request's news for its client.
 
     first: how many tokens precede token_ids (the cursor that this continues). text belongs to token_ids.
-    error: set when the request is over without an answer. Times are seconds on the front's clock.
+    error: set when the request is over without an answer. cached_tokens: of its prompt, known with its first token.
+    Times are seconds on the front's clock.
     """
 
     counter: int
@@ -44,6 +45,7 @@ class Update:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: tuple[RefusalReason, str] | None = None
+    cached_tokens: int = 0
     arrival_time_s: float
     first_token_time_s: float | None = None
     finished_time_s: float | None = None
@@ -67,6 +69,7 @@ class _Entry:
     acknowledged: int = 0
     tokens: list[int] = field(default_factory=list)
     chunks: list[tuple[int, str]] = field(default_factory=list)  # tokens up to, their text
+    cached_tokens: int = 0
     first_token_time_s: float | None = None
     finished_time_s: float | None = None
     finish: FinishCode = FinishCode.RUNNING
@@ -224,9 +227,7 @@ class Mailboxes:
 
     # ------------------------------------------------------------ what the scheduler says
 
-    def deliver(
-        self, numbers: np.ndarray, tokens: np.ndarray, finish_codes: np.ndarray
-    ) -> tuple[set[bytes], list[int]]:
+    def deliver(self, outputs: Outputs) -> tuple[set[bytes], list[int]]:
         """Put one outputs message into the mailboxes.
 
         Returns: the clients that have news; the numbers that ended and belong to nobody any more.
@@ -234,8 +235,12 @@ class Mailboxes:
         now = self._clock()
         clients: set[bytes] = set()
         orphans: list[int] = []
-        columns = (numbers.tolist(), tokens.tolist(), finish_codes.tolist())
-        for number, token, code in zip(*columns, strict=True):
+        cached = (outputs.cached_numbers.tolist(), outputs.cached_tokens.tolist())
+        for number, count in zip(*cached, strict=True):
+            if number in self._entries:
+                self._entries[number].cached_tokens = count
+        columns = (outputs.numbers, outputs.tokens, outputs.finish_codes)
+        for number, token, code in zip(*(c.tolist() for c in columns), strict=True):
             entry = self._entries.get(number)
             if entry is None or entry.ended:
                 if code != FinishCode.RUNNING:
@@ -302,6 +307,7 @@ class Mailboxes:
             finish_reason=_REASON_OF.get(entry.finish),
             stop_reason=last if named else None,
             error=entry.error,
+            cached_tokens=entry.cached_tokens,
             arrival_time_s=entry.arrival_time_s,
             first_token_time_s=entry.first_token_time_s,
             finished_time_s=entry.finished_time_s,

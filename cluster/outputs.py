@@ -54,7 +54,10 @@ class CompletionOutput:
 
 @dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """One request and its answers. prompt is None when the caller gave token ids."""
+    """One request and its answers. prompt is None when the caller gave token ids.
+
+    cached_tokens: prompt tokens that were found in the prefix cache and not computed. Settled with the first token.
+    """
 
     request_id: str
     prompt: str | None
@@ -62,3 +65,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    cached_tokens: int = 0

@@ -1,13 +1,17 @@
-"""What a caller may pass as prompts and sampling params, brought to one form. Owns no ranges and no tokenizer."""
+"""What a caller may pass as prompts, sampling params and request options, brought to one form. Owns no ranges and no
+tokenizer."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
 
+T = TypeVar("T")
+Many = T | Sequence[T]  # one for all prompts, or a list of one a prompt
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
 Conversation = Sequence[Mapping[str, Any]]
@@ -107,6 +111,33 @@ def list_params(
                 f"sampling_params[{index}] must be a SamplingParams, got {type(params).__name__}"
             )
     return listed
+
+
+def list_options(
+    num_prompts: int, *, priority: Many[int], user: Many[str], cache_salt: Many[str | None]
+) -> list[RequestOptions]:
+    """One RequestOptions a prompt, of values that are each one for all prompts or a list.
+
+    Example: 2 prompts, priority [1, 0], user "anna" -> priorities 1 and 0, both Anna's.
+    Raises: ValueError for a list of another length; what RequestOptions raises, with the prompt's place if need be.
+    """
+    given = {"priority": priority, "user": user, "cache_salt": cache_salt}
+    if not any(_is_list(value) for value in given.values()):
+        return [RequestOptions(**given)] * num_prompts  # type: ignore[arg-type]
+    columns: list[list[Any]] = []
+    for field, value in given.items():
+        columns.append(list(value) if _is_list(value) else [value] * num_prompts)  # type: ignore[arg-type]
+        if len(columns[-1]) != num_prompts:
+            raise ValueError(
+                f"{field} must be one for all prompts or one for each of the {num_prompts}, got {len(columns[-1])}"
+            )
+    options = []
+    for index, values in enumerate(zip(*columns, strict=True)):
+        try:
+            options.append(RequestOptions(**dict(zip(given, values, strict=True))))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompts[{index}]: {error}") from None
+    return options
 
 
 def _is_list(value: Any) -> bool:

@@ -34,6 +34,7 @@ from ..scheduler.front_messages import (
 )
 from ..scheduler.kv_groups import agree_on_groups
 from ..scheduler.loop import SchedulerLoop, WorkerGroupError
+from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import MAX_SEED, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..worker.loop import WorkerLoop
@@ -103,6 +104,7 @@ class Request:
     text: str = ""
     num_in_text: int = 0
     text_is_whole: bool = False
+    cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -152,6 +154,7 @@ class Request:
             outputs=[completion],
             finished=finished,
             metrics=self.metrics,
+            cached_tokens=self.cached_tokens,
         )
 
 
@@ -206,6 +209,7 @@ class EmbeddedEngine:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        options: RequestOptions,
         *,
         prompt: str | None,
         request_id: str | None = None,
@@ -225,6 +229,9 @@ class EmbeddedEngine:
             prompt_token_ids=np.array(prompt_token_ids, np.int32),
             seed=random.SystemRandom().randint(0, MAX_SEED) if params.seed is None else params.seed,
             params=params,
+            priority=options.priority,
+            user=options.user,
+            cache_salt=options.cache_salt,
         )
         try:
             self._door.check(_FRONT, submit)
@@ -313,6 +320,9 @@ class EmbeddedEngine:
                     request.finish_reason = "error"
                 continue
             assert isinstance(received, Outputs), f"front got {type(received).__name__}"
+            cached = (received.cached_numbers.tolist(), received.cached_tokens.tolist())
+            for number, count in zip(*cached, strict=True):
+                self._requests[number].cached_tokens = count
             now = time.monotonic()
             columns = (received.numbers, received.tokens, received.finish_codes)
             for number, token, code in zip(*(c.tolist() for c in columns), strict=True):

@@ -12,7 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from ..cluster.prompts import Prompt, Prompts, is_one_prompt, list_params, list_prompts, one_prompt
+from ..cluster.prompts import (
+    Many,
+    Prompt,
+    Prompts,
+    is_one_prompt,
+    list_options,
+    list_params,
+    list_prompts,
+    one_prompt,
+)
+from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
 from .embedded import EmbeddedEngine, Request
 from .interrupts import interrupts_held
@@ -45,14 +55,19 @@ class EmbeddedLLM:
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Many[int] = 0,
+        user: Many[str] = "",
+        cache_salt: Many[str | None] = None,
     ) -> list[RequestOutput]:
         listed = list_prompts(prompts)
         params = list_params(sampling_params, len(listed))
+        options = list_options(len(listed), priority=priority, user=user, cache_salt=cache_salt)
         one = is_one_prompt(prompts)
         requests: list[Request] = []
-        for index, (prompt, wanted) in enumerate(zip(listed, params, strict=True)):
+        for index, (prompt, wanted, said) in enumerate(zip(listed, params, options, strict=True)):
             try:
-                requests.append(self._prepare(prompt, wanted, None))
+                requests.append(self._prepare(prompt, wanted, said, None))
             except ValueError as error:
                 raise ValueError(str(error) if one else f"prompts[{index}]: {error}") from None
         unqueued = deque(requests)
@@ -77,9 +92,14 @@ class EmbeddedLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
         (params,) = list_params(sampling_params, 1)
-        return self._outputs(self._prepare(one_prompt(prompt), params, request_id))
+        options = RequestOptions(priority=priority, user=user, cache_salt=cache_salt)
+        return self._outputs(self._prepare(one_prompt(prompt), params, options, request_id))
 
     def _outputs(self, request: Request) -> Iterator[RequestOutput]:
         # Queued at the first `next`: a generator that is never started has no end to clean up at.
@@ -114,11 +134,17 @@ class EmbeddedLLM:
         with self._turn():
             self._engine.close()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions,
+        request_id: str | None,
+    ) -> Request:
         is_text = isinstance(prompt, str)
         ids = self._engine.text.encode(prompt) if is_text else list(prompt)
         text = prompt if is_text else None
-        return self._engine.prepare(ids, params, prompt=text, request_id=request_id)
+        return self._engine.prepare(ids, params, options, prompt=text, request_id=request_id)
 
     def _queue(self, request: Request) -> None:
         if request.request_id in self._live:

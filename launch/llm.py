@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..cluster.prompts import Conversation, Prompt, Prompts, list_conversations
+from ..cluster.prompts import Conversation, Many, Prompt, Prompts, list_conversations
 from ..scheduler.sampling_params import SamplingParams
 from .config import EngineOptions, Environment, plan_engine
 
@@ -28,13 +28,23 @@ class _Engine(Protocol):
     """What LLM needs of an engine, embedded or on a cluster."""
 
     def generate(
-        self, prompts: Prompts, sampling_params: ManyParams = None
+        self,
+        prompts: Prompts,
+        sampling_params: ManyParams = None,
+        *,
+        priority: Many[int] = 0,
+        user: Many[str] = "",
+        cache_salt: Many[str | None] = None,
     ) -> list[RequestOutput]: ...
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]: ...
     def abort(self, request_id: str) -> None: ...
     def snapshot(self) -> dict[str, Any]: ...
@@ -119,23 +129,47 @@ class LLM:
     def has_chat_template(self) -> bool:
         return self._text.has_chat_template
 
-    def generate(self, prompts: Prompts, sampling_params: ManyParams = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: ManyParams = None,
+        *,
+        priority: Many[int] = 0,
+        user: Many[str] = "",
+        cache_salt: Many[str | None] = None,
+    ) -> list[RequestOutput]:
         """Answer prompts, all at once; the results are in the prompts' order.
 
-        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list.
+        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list, and so are
+            priority (the smaller the more urgent), user (who shares fairly with others) and cache_salt (only requests
+            of the same salt share cached prefixes); see `RequestOptions`.
         Raises: ValueError naming the prompt that cannot be served, before any is started; RuntimeError when the engine
             fails.
         """
-        return self._engine.generate(prompts, sampling_params)
+        return self._engine.generate(
+            prompts, sampling_params, priority=priority, user=user, cache_salt=cache_salt
+        )
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt as its tokens come: each output holds all text so far. Leaving the loop aborts it."""
-        return self._while_read(self._engine.stream(prompt, sampling_params, request_id))
+        outputs = self._engine.stream(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+        )
+        return self._while_read(outputs)
 
     def _while_read(self, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
         """Hold on to this LLM for so long: `for output in LLM(model).stream(prompt)` has no other reference to it."""
@@ -145,19 +179,40 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: ManyParams = None,
+        *,
+        priority: Many[int] = 0,
+        user: Many[str] = "",
+        cache_salt: Many[str | None] = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
         conversations = list_conversations(messages)
-        return self.generate([self._text.encode_chat(c) for c in conversations], sampling_params)
+        return self.generate(
+            [self._text.encode_chat(c) for c in conversations],
+            sampling_params,
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+        )
 
     def stream_chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
         """`stream` for one conversation."""
-        return self.stream(self._text.encode_chat(messages), sampling_params, request_id)
+        return self.stream(
+            self._text.encode_chat(messages),
+            sampling_params,
+            request_id,
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request that another thread, or an open `stream`, is waiting for."""

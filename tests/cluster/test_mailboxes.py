@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rowcast.cluster.mailboxes import Mailboxes, Update
 from rowcast.cluster.text import IncrementalDetokenizer, TextProcessor
-from rowcast.scheduler.front_messages import FinishCode, RefusalReason
+from rowcast.scheduler.front_messages import FinishCode, Outputs, RefusalReason
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ANNA, BERT = b"a" * 16, b"b" * 16
@@ -57,9 +57,12 @@ class World:
     ) -> tuple[set[bytes], list[int]]:
         codes = [0] * (len(ids) - 1) + [int(finish)]
         return self.boxes.deliver(
-            np.array([number] * len(ids), np.int64),
-            np.array(ids, np.int32),
-            np.array(codes, np.int8),
+            Outputs(
+                epoch=1,
+                numbers=np.array([number] * len(ids), np.int64),
+                tokens=np.array(ids, np.int32),
+                finish_codes=np.array(codes, np.int8),
+            )
         )
 
 
