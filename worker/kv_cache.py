@@ -18,23 +18,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..scheduler.kv_groups import KVGroupSpec, blocks_needed
-from .model_config import ModelConfig
+from ..scheduler.kv_groups import KVGroupSpec, most_blocks
 
 DEFAULT_CPU_BYTES = 512 * 1024**2
 _ALIGN_BYTES = 16  # vector loads; also makes every block start where every dtype may
-
-
-def group_specs(config: ModelConfig, block_size: int) -> tuple[KVGroupSpec, ...]:
-    """The KV groups of a model: all its layers see everything and have the same heads, so one group."""
-    return (
-        KVGroupSpec(
-            block_size=block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            layers=tuple(range(config.num_layers)),
-        ),
-    )
 
 
 def group_bytes(group: KVGroupSpec, num_kv_heads: int, itemsize: int) -> int:
@@ -63,12 +50,14 @@ def max_num_blocks(
     block_bytes: int,
     max_num_seqs: int,
     max_model_len: int,
+    max_tokens_in_flight: int,
 ) -> int:
     """Blocks that the memory holds, and never more than full rows could use, the null block included.
 
-    Example: block_size 16, max_num_seqs 4, max_model_len 100 -> at most 4 * 7 + 1 = 29.
+    Units: max_tokens_in_flight is what a row's unsettled steps run at most; window groups hold blocks for it.
+    Example: block_size 16, max_num_seqs 4, max_model_len 100, full attention -> at most 4 * 7 + 1 = 29.
     """
-    of_a_row = sum(blocks_needed(max_model_len, group.block_size) for group in groups)
+    of_a_row = sum(most_blocks(group, max_model_len, max_tokens_in_flight) for group in groups)
     return min(memory_bytes // block_bytes, max_num_seqs * of_a_row + 1)
 
 

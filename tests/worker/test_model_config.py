@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from rowcast.scheduler.kv_groups import AttentionKind
+from rowcast.worker.layer_kinds import LayerKind
 from rowcast.worker.model_config import ModelConfig
 
 LLAMA = {
@@ -22,9 +24,24 @@ LLAMA = {
     "eos_token_id": 2,
 }
 
+# What Gemma 3's early folders say; the rest is transformers' default for the class.
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 90,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "sliding_window": 32,
+    "sliding_window_pattern": 2,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
-def folder_with(path: Path, generation: dict | None = None, **changes) -> Path:
-    values = {key: value for key, value in {**LLAMA, **changes}.items() if value != "absent"}
+
+def folder_with(path: Path, base: dict = LLAMA, generation: dict | None = None, **changes) -> Path:
+    values = {key: value for key, value in {**base, **changes}.items() if value != "absent"}
     (path / "config.json").write_text(json.dumps(values))
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
@@ -35,7 +52,12 @@ def test_sizes_and_defaults_come_from_config_json(tmp_path: Path):
     config = ModelConfig.from_folder(folder_with(tmp_path))
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 6, 3)
     assert config.head_dim == 48 // 6
-    assert config.rope_theta == 10000.0
+    assert config.layers == (LayerKind(rope_theta=10000.0),) * 2
+    assert config.attention_scale == 8**-0.5
+    assert config.activation == "silu"
+    assert config.embedding_scale == 1.0
+    switches = (config.head_norms, config.sandwich_norms, config.offset_norms)
+    assert switches == (False, False, False)
     assert not config.tie_word_embeddings
     assert not config.attention_bias
     assert config.torch_dtype == "float32"
@@ -57,7 +79,54 @@ def test_sizes_and_defaults_come_from_config_json(tmp_path: Path):
     ids=str,
 )
 def test_the_rope_base_is_found_where_old_and_new_configs_put_it(tmp_path: Path, said):
-    assert ModelConfig.from_folder(folder_with(tmp_path, **said)).rope_theta == 500.0
+    config = ModelConfig.from_folder(folder_with(tmp_path, **said))
+    assert [layer.rope_theta for layer in config.layers] == [500.0] * 2
+
+
+def window(length: int, theta: float = 10_000.0) -> LayerKind:
+    return LayerKind(attention=AttentionKind.SLIDING_WINDOW, window=length, rope_theta=theta)
+
+
+def test_gemmas_defaults_are_those_of_its_class_in_transformers(tmp_path: Path):
+    """Published folders leave keys out: an untied head, or another head_dim, would load and talk nonsense."""
+    config = ModelConfig.from_folder(folder_with(tmp_path, GEMMA))
+    full = LayerKind(rope_theta=1e6)
+    assert config.layers == (window(32), full) * 2
+    assert config.head_dim == 256
+    assert config.attention_scale == 256**-0.5
+    assert config.embedding_scale == 48**0.5
+    assert config.activation == "gelu_pytorch_tanh"
+    assert config.tie_word_embeddings
+    assert config.head_norms
+    assert config.sandwich_norms
+    assert config.offset_norms
+    assert config.eos_token_ids == (1,)
+    rare = folder_with(tmp_path, GEMMA, sliding_window="absent", sliding_window_pattern="absent")
+    assert ModelConfig.from_folder(rare).layers == (window(4096),) * 4  # each sixth would be full
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "rope_scaling": None},
+        {
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 500.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+            }
+        },
+        {"rope_theta": 500.0, "rope_parameters": {FULL: None, SLIDING: {"rope_theta": 50.0}}},
+    ],
+    ids=["old", "new", "mixed"],
+)
+def test_sliding_layers_have_their_own_rope_base(tmp_path: Path, said):
+    types = [FULL, SLIDING, SLIDING, FULL]
+    config = ModelConfig.from_folder(
+        folder_with(tmp_path, GEMMA, layer_types=types, query_pre_attn_scalar=168, **said)
+    )
+    full, sliding = LayerKind(rope_theta=500.0), window(32, 50.0)
+    assert config.layers == (full, sliding, sliding, full)
+    assert config.attention_scale == 168**-0.5
 
 
 def test_eos_ids_are_those_of_both_files(tmp_path: Path):
@@ -110,6 +179,53 @@ def test_what_would_be_ignored_is_refused_by_name(tmp_path: Path, changes, named
     """A feature of config.json that is silently left out gives plausible wrong text."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
         ModelConfig.from_folder(folder_with(tmp_path, **changes))
+    assert named in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": [FULL, SLIDING, "chunked_attention", FULL]}, 'layer_types has "chunked_'),
+        (
+            {"layer_types": [FULL, SLIDING]},
+            "layer_types must name all 4 layers of num_hidden_layers",
+        ),
+        ({"layer_types": SLIDING}, 'layer_types has "sliding_attention"'),
+        ({"sliding_window": None}, "sliding_window must be an integer, at least 1, got nothing"),
+        ({"sliding_window": 0}, "sliding_window must be an integer, at least 1, got 0"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern must be an integer, at least 1"),
+        ({"hidden_activation": "gelu"}, 'hidden_activation = "gelu"'),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0"),
+        ({"rope_local_base_freq": -1}, "rope_local_base_freq must be a number above 0, got -1"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            'rope_scaling asks for RoPE type "linear"',
+        ),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
+            'rope_parameters.full_attention asks for RoPE type "linear"',
+        ),
+        (
+            {"rope_parameters": {SLIDING: {"factor": 8.0}}},
+            "rope_parameters.sliding_attention has factor and no rope_type",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_parameters must hold one object for each of full_attention, sliding_attention",
+        ),
+        ({"rope_parameters": {SLIDING: 5}}, "rope_parameters: sliding_attention must be an object"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_gemma_may_not_say_is_refused_by_name(tmp_path: Path, changes, named):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
+        ModelConfig.from_folder(folder_with(tmp_path, GEMMA, **changes))
     assert named in str(caught.value)
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)

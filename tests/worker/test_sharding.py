@@ -6,7 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from rowcast.worker.kv_cache import group_bytes, group_specs
+from rowcast.worker.kv_cache import group_bytes
+from rowcast.worker.layer_groups import group_specs
+from rowcast.worker.layer_kinds import LayerKind
 from rowcast.worker.model_config import ModelConfig
 from rowcast.worker.sharding import (
     attention_parameters,
@@ -20,8 +22,8 @@ from rowcast.worker.sharding import (
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",
+    layers=(LayerKind(rope_theta=100000.0),) * 30,
     hidden_size=576,
-    num_layers=30,
     num_heads=9,
     num_kv_heads=3,
     head_dim=64,
@@ -29,7 +31,7 @@ SMOLLM2 = ModelConfig(
     vocab_size=49152,
     max_position_embeddings=8192,
     rms_norm_eps=1e-5,
-    rope_theta=100000.0,
+    attention_scale=64**-0.5,
     tie_word_embeddings=True,
     attention_bias=False,
     mlp_bias=False,
@@ -47,12 +49,28 @@ def test_three_kv_heads_on_two_ranks_are_two_and_one():
 def test_two_kv_heads_on_four_ranks_are_shared():
     """T02: rank r has query heads 4r .. 4r + 3 and KV head r // 2, and 256 bytes a token and layer."""
     config = replace(SMOLLM2, num_heads=16, num_kv_heads=2)
-    (group,) = group_specs(replace(config, num_layers=1), block_size=1)
+    (group,) = group_specs(replace(config, layers=config.layers[:1]), block_size=1)
     for rank in range(4):
         heads = heads_of_rank(16, 2, rank, 4)
         assert heads.q_heads == range(4 * rank, 4 * rank + 4)
         assert heads.kv_heads == range(rank // 2, rank // 2 + 1)
         assert group_bytes(group, len(heads.kv_heads), itemsize=2) == 2 * 1 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "q_heads"),
+    [
+        (1, [range(0, 4)]),
+        (2, [range(0, 2), range(2, 4)]),
+        (3, [range(0, 2), range(2, 3), range(3, 4)]),
+        (4, [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]),
+    ],
+)
+def test_one_kv_head_is_held_by_every_rank(world_size, q_heads):
+    """Gemma-3-270m: 4 query heads, 1 KV head."""
+    shards = [heads_of_rank(4, 1, rank, world_size) for rank in range(world_size)]
+    assert [shard.q_heads for shard in shards] == q_heads
+    assert [shard.kv_heads for shard in shards] == [range(0, 1)] * world_size
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 5, 7, 10])

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import torch
 
+from ...scheduler.kv_groups import AttentionKind
+from ..layer_kinds import LayerKind
 from ..parallel import TensorParallelGroup
 from ..sharding import HeadShard
 from .linear import Linear
+from .norm import RMSNorm
 from .rotary import rotate
 from .step_context import StepContext
 
 
 class Attention:
-    """q, k and v in one matrix; rotate; write k and v; attend; project; sum over ranks.
+    """q, k and v in one matrix; normalize heads; rotate; write k and v; attend; project; sum over ranks.
 
     Shapes: qkv maps hidden_size -> (q heads, then k heads, then v heads of this rank) * head_dim; output maps this
-        rank's q heads * head_dim -> hidden_size. output_bias [hidden_size] is added once, after the sum.
+        rank's q heads * head_dim -> hidden_size. output_bias [hidden_size] is added once, after the sum. qk_norm has
+        weights [q heads + k heads of this rank, head_dim].
     """
 
     def __init__(
         self,
         *,
         layer: int,
+        kind: LayerKind,
         heads: HeadShard,
         head_dim: int,
+        scale: float,
         qkv: Linear,
+        qk_norm: RMSNorm | None,
         output: Linear,
         output_bias: torch.Tensor | None,
         parallel: TensorParallelGroup,
@@ -33,8 +40,12 @@ class Attention:
         self._num_q = len(heads.q_heads)
         self._num_kv = len(heads.kv_heads)
         self._head_dim = head_dim
-        self._scale = head_dim**-0.5
+        self._scale = scale
+        self._rope_theta = kind.rope_theta
+        self._window = kind.window if kind.attention is AttentionKind.SLIDING_WINDOW else 0
+        self._chunk = kind.window if kind.attention is AttentionKind.CHUNKED else 0
         self._qkv = qkv
+        self._qk_norm = qk_norm
         self._output = output
         self._output_bias = output_bias
         self._parallel = parallel
@@ -44,7 +55,10 @@ class Attention:
         num_tokens = x.shape[0]
         num_rotated = self._num_q + self._num_kv
         qkv = self._qkv(x).view(num_tokens, num_rotated + self._num_kv, self._head_dim)
-        qk = rotate(qkv[:, :num_rotated], step.cos, step.sin)
+        qk = qkv[:, :num_rotated]
+        if self._qk_norm is not None:
+            qk = self._qk_norm(qk)
+        qk = rotate(qk, *step.rotations[self._rope_theta])
         query, key, value = qk[:, : self._num_q], qk[:, self._num_q :], qkv[:, num_rotated:]
 
         batch, cache, layer = step.batch, step.kv_cache, self._layer
@@ -61,6 +75,8 @@ class Attention:
             batch.query_start_loc,
             scale=self._scale,
             out=attended,
+            window=self._window,
+            chunk=self._chunk,
         )
         out = self._parallel.sum_(self._output(attended.view(num_tokens, -1)))
         return out if self._output_bias is None else out.add_(self._output_bias)

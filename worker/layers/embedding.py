@@ -8,19 +8,32 @@ from ..parallel import TensorParallelGroup
 
 
 class VocabEmbedding:
-    """Shapes: weight [len(rows), hidden_size], the rows [rows.start, rows.stop) of the vocabulary."""
+    """Shapes: weight [len(rows), hidden_size], the rows [rows.start, rows.stop) of the vocabulary.
 
-    def __init__(self, weight: torch.Tensor, rows: range, parallel: TensorParallelGroup) -> None:
+    scale: what vectors are multiplied by, rounded to the weight's dtype first, as transformers does.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        rows: range,
+        parallel: TensorParallelGroup,
+        *,
+        scale: float = 1.0,
+    ) -> None:
         assert len(weight) == len(rows), (weight.shape, rows)
         self._weight = weight
         self._rows = rows
         self._parallel = parallel
+        self._scale = torch.tensor(scale, dtype=weight.dtype).item()
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Shapes: input_ids [num_tokens] int32; returns [num_tokens, hidden_size], a new tensor.
+        """Shapes: input_ids [num_tokens] int32; returns [num_tokens, hidden_size], a new tensor."""
+        vectors = self._unscaled(input_ids)
+        return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
 
-        A rank adds zeros for ids that others own, so the sum over ranks is exact.
-        """
+    def _unscaled(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """A rank adds zeros for ids that others own, so the sum over ranks is exact."""
         if self._parallel.world_size == 1:
             return self._weight.index_select(0, input_ids)
         local = input_ids - self._rows.start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,12 @@ from ..kv_cache import KVCache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
-    """Shapes: cos, sin [num_tokens, 1, head_dim // 2]; the batch's as in `InputBatch`."""
+    """rotations: RoPE base -> cos, sin of this step's positions, [num_tokens, 1, head_dim // 2] each.
+
+    Shapes: the batch's as in `InputBatch`.
+    """
 
     batch: InputBatch
     kv_cache: KVCache
     backend: Backend
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotations: Mapping[float, tuple[torch.Tensor, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""The Llama family's decoder, built from a config and this rank's shard of a checkpoint.
+"""The one decoder of all architectures, built from a config's switches and this rank's shard of a checkpoint.
 
 Owns which tensor goes where and the order of the layers. The arithmetic is in `layers/`, the split in `sharding.py`.
 """
@@ -6,7 +6,7 @@ Owns which tensor goes where and the order of the layers. The arithmetic is in `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -16,7 +16,7 @@ from ..kv_cache import KVCache
 from ..layers.attention import Attention
 from ..layers.embedding import VocabEmbedding
 from ..layers.linear import Linear
-from ..layers.mlp import SwiGLU
+from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
 from ..layers.step_context import StepContext
@@ -32,34 +32,45 @@ _HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); sandwich norms stand between each result and its sum."""
 
     def __init__(
         self,
+        *,
         attention_norm: RMSNorm,
         attention: Attention,
+        attention_out_norm: RMSNorm | None,
         mlp_norm: RMSNorm,
-        mlp: SwiGLU,
+        mlp: GatedMLP,
+        mlp_out_norm: RMSNorm | None,
     ) -> None:
         self._attention_norm = attention_norm
         self._attention = attention
+        self._attention_out_norm = attention_out_norm
         self._mlp_norm = mlp_norm
         self._mlp = mlp
+        self._mlp_out_norm = mlp_out_norm
 
     def __call__(self, hidden: torch.Tensor, step: StepContext) -> None:
         """Shapes: hidden [num_tokens, hidden_size], changed in place."""
-        hidden.add_(self._attention(self._attention_norm(hidden), step))
-        hidden.add_(self._mlp(self._mlp_norm(hidden)))
+        attended = self._attention(self._attention_norm(hidden), step)
+        if self._attention_out_norm is not None:
+            attended = self._attention_out_norm(attended)
+        hidden.add_(attended)
+        fed = self._mlp(self._mlp_norm(hidden))
+        if self._mlp_out_norm is not None:
+            fed = self._mlp_out_norm(fed)
+        hidden.add_(fed)
 
 
 class Decoder:
-    """One rank's part of the model; ranks call it together."""
+    """One rank's part of the model; ranks call it together. rotary: RoPE base -> its table."""
 
     def __init__(
         self,
         *,
         embedding: VocabEmbedding,
-        rotary: RotaryEmbedding,
+        rotary: Mapping[float, RotaryEmbedding],
         layers: Iterable[DecoderLayer],
         norm: RMSNorm,
         head: Linear,
@@ -75,8 +86,8 @@ class Decoder:
 
         Shapes: returns hidden states [num_tokens, hidden_size] before the last norm, the same on every rank.
         """
-        cos, sin = self._rotary.at(batch.positions)
-        step = StepContext(batch=batch, kv_cache=kv_cache, backend=backend, cos=cos, sin=sin)
+        rotations = {theta: rotary.at(batch.positions) for theta, rotary in self._rotary.items()}
+        step = StepContext(batch=batch, kv_cache=kv_cache, backend=backend, rotations=rotations)
         hidden = self._embedding(batch.input_ids)
         for layer in self._layers:
             layer(hidden, step)
@@ -122,14 +133,19 @@ def load_decoder(
         tell(layer + 2)
     head = embedding if config.tie_word_embeddings else loader.vocab_rows(_HEAD)
     decoder = Decoder(
-        embedding=VocabEmbedding(embedding, shard.vocab_rows, parallel),
-        rotary=RotaryEmbedding(
-            config.head_dim,
-            max_position=max_model_len,
-            theta=config.rope_theta,
-            dtype=dtype,
-            device=device,
+        embedding=VocabEmbedding(
+            embedding, shard.vocab_rows, parallel, scale=config.embedding_scale
         ),
+        rotary={
+            theta: RotaryEmbedding(
+                config.head_dim,
+                max_position=max_model_len,
+                theta=theta,
+                dtype=dtype,
+                device=device,
+            )
+            for theta in {kind.rope_theta for kind in config.layers}
+        },
         layers=layers,
         norm=loader.norm("model.norm.weight"),
         head=Linear(head),
@@ -172,7 +188,25 @@ class _Loader:
         return out
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._vector(name, self._config.hidden_size), self._config.rms_norm_eps)
+        weight = self._norm_weight(name, self._config.hidden_size)
+        return RMSNorm(weight, self._config.rms_norm_eps)
+
+    def _norm_weight(self, name: str, size: int) -> torch.Tensor:
+        """Offsets are rounded to the model's dtype and then added to 1 in float32, as transformers does."""
+        weight = self._vector(name, size)
+        return weight.float().add_(1.0) if self._config.offset_norms else weight
+
+    def _qk_norm(self, attention: str) -> RMSNorm | None:
+        """One weight a head for q and k together: a single pass over both."""
+        config, heads = self._config, self._shard.heads
+        if not config.head_norms:
+            return None
+        query, key = (
+            self._norm_weight(f"{attention}.{name}.weight", config.head_dim)
+            for name in ("q_norm", "k_norm")
+        )
+        weights = [query] * len(heads.q_heads) + [key] * len(heads.kv_heads)
+        return RMSNorm(torch.stack(weights), config.rms_norm_eps)
 
     def vocab_rows(self, name: str) -> torch.Tensor:
         config, rows = self._config, self._shard.vocab_rows
@@ -220,12 +254,19 @@ class _Loader:
         q_rows = _items(shard.heads.q_heads, config.head_dim)
         kv_rows = _items(shard.heads.kv_heads, config.head_dim)
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        sandwich = config.sandwich_norms
+
+        def norm(name: str) -> RMSNorm:
+            return self.norm(f"{prefix}.{name}.weight")
+
         return DecoderLayer(
-            self.norm(f"{prefix}.input_layernorm.weight"),
-            Attention(
+            attention_norm=norm("input_layernorm"),
+            attention=Attention(
                 layer=layer,
+                kind=config.layers[layer],
                 heads=shard.heads,
                 head_dim=config.head_dim,
+                scale=config.attention_scale,
                 qkv=self._column_parallel(
                     [
                         (f"{attention}.q_proj", q_items, q_rows),
@@ -234,12 +275,16 @@ class _Loader:
                     ],
                     bias=config.attention_bias,
                 ),
+                qk_norm=self._qk_norm(attention),
                 output=self._row_parallel(f"{attention}.o_proj", q_items, q_rows),
                 output_bias=self._output_bias(f"{attention}.o_proj", config.attention_bias),
                 parallel=self._parallel,
             ),
-            self.norm(f"{prefix}.post_attention_layernorm.weight"),
-            SwiGLU(
+            # One name means two places: without sandwich norms post_attention_layernorm is that of the MLP's input.
+            attention_out_norm=norm("post_attention_layernorm") if sandwich else None,
+            mlp_norm=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
+            mlp=GatedMLP(
+                activation=config.activation,
                 gate_up=self._column_parallel(
                     [
                         (f"{mlp}.gate_proj", config.intermediate_size, shard.mlp_columns),
@@ -253,6 +298,7 @@ class _Loader:
                 down_bias=self._output_bias(f"{mlp}.down_proj", config.mlp_bias),
                 parallel=self._parallel,
             ),
+            mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
         )
 
     def _output_bias(self, name: str, present: bool) -> torch.Tensor | None:
