@@ -27,11 +27,12 @@ class Share:
     next_turn: int | None = None
 
 
-def share_budget(table: RequestTable, policy: Policy, budget: int, turn: int) -> Share:
-    """Give decodes their one token first, then prompts what is left, in the policy's order.
+def share_budget(table: RequestTable, policy: Policy, budget: int, turn: int, cap: int) -> Share:
+    """Give decodes their one token first, then prompts at most `cap` each of what is left, in the policy's order.
 
-    So a long prompt never holds up a decode. Fewer tokens than rows: one each, in turn, starting at row `turn`.
-    Example: a row that decodes and one with 80 uncomputed tokens, budget 50 -> 1 and 49.
+    So a long prompt never holds up a decode, and with a cap below the budget it does not hold up a short one either.
+    Fewer tokens than rows: one each, in turn, starting at row `turn`.
+    Example: a row that decodes and one with 80 uncomputed tokens, budget 50, cap 50 -> 1 and 49; cap 8 -> 1 and 8.
     """
     if table.num_live > budget:
         return _share_in_turn(table, budget, turn)
@@ -45,7 +46,7 @@ def share_budget(table: RequestTable, policy: Policy, budget: int, turn: int) ->
         if not left:
             break
         rows.append(row)
-        counts.append(min(left, int(uncomputed[row])))
+        counts.append(min(left, cap, int(uncomputed[row])))
         left -= counts[-1]
     return Share(
         run_rows=np.array(rows, np.int32), run_counts=np.array(counts, np.int32), left=left

@@ -53,3 +53,8 @@ class SchedulerConfig:
                     f"EOS id {token} lies outside the vocabulary [0, {self.vocab_size}); "
                     "check eos_token_id in generation_config.json and config.json"
                 )
+
+    @property
+    def max_tokens_in_flight(self) -> int:
+        """Bound the tokens of one request that are scheduled and not settled: whole steps of it alone."""
+        return self.depth * self.max_num_batched_tokens

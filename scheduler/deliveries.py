@@ -1,54 +1,135 @@
-"""What settling a step gives back to the fronts: tokens and ends, as columns."""
+"""What settling a step gives back to the fronts: tokens, ends and cached counts, as columns."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from .front_messages import FinishCode
+from .request import Request, RequestStatus
+
+NO_INT32 = np.empty(0, np.int32)
+NO_INT64 = np.empty(0, np.int64)
+NO_INT8 = np.empty(0, np.int8)
+
+Entry = tuple[int, int, int, FinishCode]  # front index, number, token, finish code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForFront:
+    """One front's part. Shapes: numbers, tokens, finish_codes [n]; cached_numbers, cached_tokens [m]."""
+
+    front: Hashable
+    numbers: np.ndarray
+    tokens: np.ndarray
+    finish_codes: np.ndarray
+    cached_numbers: np.ndarray
+    cached_tokens: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deliveries:
-    """One entry a token, or an end without one (token -1).
+    """One entry a token, or an end without one (token -1); and one a request that found a prefix in the cache.
 
-    Shapes: n entries; front_index int32 into fronts, numbers int64, tokens int32, finish_codes int8 (a FinishCode).
-    Entries of one request stand in the order of its tokens.
+    Shapes: n entries; front_index int32, numbers int64, tokens int32, finish_codes int8 (a FinishCode). m cached
+    entries: cached_front_index int32, cached_numbers int64, cached_tokens int32, the prompt tokens that the request's
+    first admission did not compute; they come no later than its first token, and not at all if there are none.
+    front_index is a key of `fronts`. Entries of one request stand in the order of its tokens.
     """
 
-    fronts: tuple[Hashable, ...]
-    front_index: np.ndarray
-    numbers: np.ndarray
-    tokens: np.ndarray
-    finish_codes: np.ndarray
+    fronts: Mapping[int, Hashable]
+    front_index: np.ndarray = field(default_factory=lambda: NO_INT32)
+    numbers: np.ndarray = field(default_factory=lambda: NO_INT64)
+    tokens: np.ndarray = field(default_factory=lambda: NO_INT32)
+    finish_codes: np.ndarray = field(default_factory=lambda: NO_INT8)
+    cached_front_index: np.ndarray = field(default_factory=lambda: NO_INT32)
+    cached_numbers: np.ndarray = field(default_factory=lambda: NO_INT64)
+    cached_tokens: np.ndarray = field(default_factory=lambda: NO_INT32)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.numbers) + len(self.cached_numbers)
 
-    def by_front(self) -> Iterator[tuple[Hashable, np.ndarray, np.ndarray, np.ndarray]]:
-        """Split into (front, numbers, tokens, finish_codes), in the order of front_index."""
-        if not len(self):
+    def by_front(self) -> Iterator[ForFront]:
+        """Split by front, in the order of front_index; a front that gets nothing is left out."""
+        indexes = np.concatenate((self.front_index, self.cached_front_index))
+        if not len(indexes):
             return
-        first = self.front_index[0]
-        if (self.front_index == first).all():
-            yield self.fronts[first], self.numbers, self.tokens, self.finish_codes
+        if (indexes == indexes[0]).all():
+            yield self._part(int(indexes[0]), slice(None), slice(None))
             return
-        order = np.argsort(self.front_index, kind="stable")
-        sorted_index = self.front_index[order]
-        starts = np.flatnonzero(np.diff(sorted_index, prepend=-1))
-        for part, start in zip(np.split(order, starts[1:]), starts, strict=True):
-            front = self.fronts[sorted_index[start]]
-            yield front, self.numbers[part], self.tokens[part], self.finish_codes[part]
+        for index in np.unique(indexes).tolist():
+            own = np.flatnonzero(self.front_index == index)
+            yield self._part(index, own, np.flatnonzero(self.cached_front_index == index))
+
+    def _part(self, index: int, own: np.ndarray | slice, cached: np.ndarray | slice) -> ForFront:
+        return ForFront(
+            front=self.fronts[index],
+            numbers=self.numbers[own],
+            tokens=self.tokens[own],
+            finish_codes=self.finish_codes[own],
+            cached_numbers=self.cached_numbers[cached],
+            cached_tokens=self.cached_tokens[cached],
+        )
+
+
+_COLUMNS = tuple(name for name in Deliveries.__dataclass_fields__ if name != "fronts")
 
 
 def join(parts: Sequence[Deliveries]) -> Deliveries:
     """Put deliveries of one engine behind one another. Needs at least one part."""
     if len(parts) == 1:
         return parts[0]
-    return Deliveries(
-        fronts=parts[-1].fronts,
-        front_index=np.concatenate([part.front_index for part in parts]),
-        numbers=np.concatenate([part.numbers for part in parts]),
-        tokens=np.concatenate([part.tokens for part in parts]),
-        finish_codes=np.concatenate([part.finish_codes for part in parts]),
-    )
+    fronts: dict[int, Hashable] = {}
+    for part in parts:
+        fronts.update(part.fronts)
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+    return Deliveries(fronts=fronts, **columns)
+
+
+class Outbox:
+    """What waits for the next delivery and no step brings: ends without a token, and what the cache had."""
+
+    def __init__(self) -> None:
+        self._ends: list[Entry] = []
+        self._cached: list[tuple[Request, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._ends) + len(self._cached)
+
+    def end(self, request: Request, code: FinishCode) -> None:
+        """Tell an end that brings no token."""
+        self._ends.append((request.front_index, request.number, -1, code))
+
+    def found(self, request: Request, num_cached_tokens: int) -> None:
+        """Tell what a request's first admission found in the cache."""
+        self._cached.append((request, num_cached_tokens))
+
+    def forget(self, front_index: int, number: int | None = None) -> None:
+        """Tell nothing more of a request, or of a whole front."""
+        self._ends = [
+            end for end in self._ends if end[0] != front_index or number not in (None, end[1])
+        ]
+        self._cached = [
+            (request, count)
+            for request, count in self._cached
+            if request.front_index != front_index or number not in (None, request.number)
+        ]
+
+    def take_ends(self) -> list[Entry]:
+        """Hand out the ends."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    def take_cached(self) -> dict[str, np.ndarray]:
+        """Hand out the cached counts, as columns of Deliveries; an ended request's would come after its end."""
+        if not self._cached:
+            return {}
+        live = [(r, n) for r, n in self._cached if r.status is not RequestStatus.FINISHED]
+        self._cached = []
+        return {
+            "cached_front_index": np.array([r.front_index for r, _ in live], np.int32),
+            "cached_numbers": np.array([r.number for r, _ in live], np.int64),
+            "cached_tokens": np.array([count for _, count in live], np.int32),
+        }

@@ -8,7 +8,7 @@ import numpy as np
 
 from .config import SchedulerConfig
 from .front_messages import Submit
-from .kv_groups import KVGroupSpec, blocks_needed
+from .kv_groups import KVGroupSpec, most_blocks
 from .request import Request
 from .request_options import RequestOptions, check_text
 
@@ -26,7 +26,7 @@ class Door:
 
     def __init__(self, config: SchedulerConfig, groups: Sequence[KVGroupSpec], usable: int) -> None:
         self._config = config
-        self.max_kv_tokens = _most_tokens(groups, usable, config.max_model_len)
+        self.max_kv_tokens = _most_tokens(config, groups, usable)
 
     def check(self, front: Hashable, submit: Submit) -> Request:
         """Turn a submit into a request that can run to its end.
@@ -97,12 +97,15 @@ class Door:
             )
 
 
-def _most_tokens(groups: Sequence[KVGroupSpec], usable: int, limit: int) -> int:
-    """Find the longest request, in tokens of KV, at most `limit`, whose blocks of all groups fit `usable`."""
-    low, high = 0, limit
+def _most_tokens(config: SchedulerConfig, groups: Sequence[KVGroupSpec], usable: int) -> int:
+    """Find the longest request, in tokens of KV, at most max_model_len, that can run to its end in `usable` blocks.
+
+    Alone, and at the worst moment: a window group returns blocks only when the steps that read them have settled.
+    """
+    low, high = 0, config.max_model_len
     while low < high:
         middle = (low + high + 1) // 2
-        if sum(blocks_needed(middle, spec.block_size) for spec in groups) <= usable:
+        if sum(most_blocks(spec, middle, config.max_tokens_in_flight) for spec in groups) <= usable:
             low = middle
         else:
             high = middle - 1

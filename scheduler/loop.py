@@ -280,12 +280,17 @@ class SchedulerLoop:
     def _send_outputs(self) -> None:
         if not self._deliveries:
             return
-        for front, numbers, tokens, finish_codes in join(self._deliveries).by_front():
+        for part in join(self._deliveries).by_front():
             outputs = Outputs(
-                epoch=self._epoch, numbers=numbers, tokens=tokens, finish_codes=finish_codes
+                epoch=self._epoch,
+                numbers=part.numbers,
+                tokens=part.tokens,
+                finish_codes=part.finish_codes,
+                cached_numbers=part.cached_numbers,
+                cached_tokens=part.cached_tokens,
             )
-            assert isinstance(front, bytes)
-            self._fronts.send(front, front_messages.encode(outputs))
+            assert isinstance(part.front, bytes)
+            self._fronts.send(part.front, front_messages.encode(outputs))
         self._deliveries.clear()
 
     # ------------------------------------------------------------ workers

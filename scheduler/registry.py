@@ -14,10 +14,11 @@ Key = tuple[bytes, int]  # submit key, n-index
 
 
 class Registry:
-    """Maps what fronts say to requests. Fronts are numbered in the order in which they were first heard of."""
+    """Maps what fronts say to requests. Fronts are numbered as they are first heard of; no number comes twice."""
 
     def __init__(self) -> None:
-        self.fronts: list[Hashable] = []
+        self.fronts: dict[int, Hashable] = {}
+        self._num_fronts_ever = 0
         self._index_of_front: dict[Hashable, int] = {}
         self._live: dict[Owner, Request] = {}
         self._live_ids: dict[str, set[Key]] = {}  # request_id -> the keys that use it
@@ -38,9 +39,11 @@ class Registry:
 
     def front_index(self, front: Hashable) -> int:
         """Number a front, a new one too."""
-        index = self._index_of_front.setdefault(front, len(self.fronts))
-        if index == len(self.fronts):
-            self.fronts.append(front)
+        index = self._index_of_front.get(front)
+        if index is None:
+            index = self._index_of_front[front] = self._num_fronts_ever
+            self.fronts[index] = front
+            self._num_fronts_ever += 1
         return index
 
     def find(self, front: Hashable, number: int) -> Request | None:
@@ -87,11 +90,15 @@ class Registry:
         if key is not None:
             del self._owners[key]
 
-    def forget_front(self, front: Hashable) -> None:
-        """Drop the keys of all ended requests of a front."""
-        index = self._index_of_front.get(front, -1)
-        for owner, number in [owner for owner in self._unacknowledged if owner[0] == index]:
-            del self._owners[self._unacknowledged.pop((owner, number))]
+    def forget_front(self, front: Hashable) -> int | None:
+        """Drop a front whose requests have all ended, and their keys; returns its index, None if it is unknown."""
+        index = self._index_of_front.pop(front, None)
+        if index is None:
+            return None
+        del self.fronts[index]
+        for owner in [owner for owner in self._unacknowledged if owner[0] == index]:
+            del self._owners[self._unacknowledged.pop(owner)]
+        return index
 
     def of_front(self, front: Hashable) -> list[Request]:
         """List a front's unfinished requests."""

@@ -48,7 +48,7 @@ class Request:
     tokens: np.ndarray
     priority: int = 0
     user: str = ""
-    cache_salt: str | None = None
+    cache_salt: str = ""
     arrival: int = 0
     front_index: int = 0
     user_index: int = 0

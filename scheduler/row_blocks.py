@@ -1,46 +1,240 @@
-"""Which blocks each row holds, per KV group. The scheduler's twin of the workers' block tables."""
+"""Which blocks each row holds, per KV group. The scheduler's twin of the workers' block tables.
+
+Groups of one block size always hold the same count, and groups of one kind and window return the same places: what they
+share is computed once for all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from .kv_groups import KVGroupSpec, blocks_needed
+from .agreement import StepPlan, derive_growth
+from .kv_groups import AttentionKind, KVGroupSpec, blocks_needed, first_needed_block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SameSize:
+    """The groups of one block size.
+
+    Shapes: groups [n] int64; num_blocks [max_num_seqs] int32; block_ids [n, max_num_seqs, max_blocks] int32.
+    """
+
+    block_size: int
+    groups: np.ndarray
+    num_blocks: np.ndarray
+    block_ids: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SameWindow:
+    """The groups that see equally far; `spec` is any of them. num_returned [max_num_seqs] int32."""
+
+    spec: KVGroupSpec
+    groups: tuple[int, ...]
+    num_returned: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """The rows that grow in a step, for each of `RowBlocks.sizes`: rows [n], counts [n] int32 for each of its groups."""
+
+    rows: tuple[np.ndarray, ...]
+    counts: tuple[np.ndarray, ...]
+    num_blocks: int
 
 
 class RowBlocks:
     """Block tables of all rows and groups.
 
-    Shapes, per group: num_blocks [max_num_seqs] int32; block_ids [max_num_seqs, max_blocks] int32, 0 beyond num_blocks.
+    Shapes, per group: num_blocks and num_returned [max_num_seqs] int32; block_ids [max_num_seqs, max_blocks] int32, 0
+    beyond num_blocks and in the first num_returned cells, which lie left of the group's window.
     """
 
     def __init__(
         self, groups: Sequence[KVGroupSpec], *, max_num_seqs: int, max_model_len: int
     ) -> None:
-        self.num_blocks = tuple(np.zeros(max_num_seqs, np.int32) for _ in groups)
+        self.groups = tuple(groups)
+        self.max_num_seqs = max_num_seqs
+        self.sizes = tuple(
+            self._same_size(size, max_model_len)
+            for size in dict.fromkeys(spec.block_size for spec in groups)
+        )
+        kinds = dict.fromkeys((spec.kind, spec.window, spec.block_size) for spec in groups)
+        self.windows = tuple(
+            self._same_window(*kind) for kind in kinds if kind[0] is not AttentionKind.FULL
+        )
+        size_of = {int(group): same for same in self.sizes for group in same.groups}
+        window_of = {group: same for same in self.windows for group in same.groups}
+        never = np.zeros(max_num_seqs, np.int32)
+        every_group = range(len(groups))
+        self.num_blocks = tuple(size_of[group].num_blocks for group in every_group)
+        self.num_returned = tuple(
+            window_of[group].num_returned if group in window_of else never for group in every_group
+        )
         self.block_ids = tuple(
-            np.zeros((max_num_seqs, blocks_needed(max_model_len, spec.block_size)), np.int32)
-            for spec in groups
+            size_of[group].block_ids[int(np.flatnonzero(size_of[group].groups == group)[0])]
+            for group in every_group
         )
 
-    def grow(self, group: int, rows: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> None:
-        """Append counts[0] of ids to rows[0], the next counts[1] to rows[1], ... Rows are unique."""
-        held = self.num_blocks[group]
-        if len(ids) == len(rows):  # one each: the steady case
-            self.block_ids[group][rows, held[rows]] = ids
+    def _same_size(self, block_size: int, max_model_len: int) -> SameSize:
+        groups = [group for group, spec in enumerate(self.groups) if spec.block_size == block_size]
+        width = blocks_needed(max_model_len, block_size)
+        return SameSize(
+            block_size=block_size,
+            groups=np.array(groups),
+            num_blocks=np.zeros(self.max_num_seqs, np.int32),
+            block_ids=np.zeros((len(groups), self.max_num_seqs, width), np.int32),
+        )
+
+    def _same_window(self, kind: AttentionKind, window: int, block_size: int) -> SameWindow:
+        groups = tuple(
+            group
+            for group, spec in enumerate(self.groups)
+            if (spec.kind, spec.window, spec.block_size) == (kind, window, block_size)
+        )
+        return SameWindow(
+            spec=self.groups[groups[0]],
+            groups=groups,
+            num_returned=np.zeros(self.max_num_seqs, np.int32),
+        )
+
+    def growth(self, plan: StepPlan) -> Growth:
+        """Find the rows that need more blocks than they hold, as the workers will."""
+        found = [derive_growth(plan, same.num_blocks, same.block_size) for same in self.sizes]
+        return Growth(
+            rows=tuple(rows for rows, _ in found),
+            counts=tuple(counts for _, counts in found),
+            num_blocks=sum(
+                int(counts.sum()) * len(same.groups)
+                for (_, counts), same in zip(found, self.sizes, strict=True)
+                if len(counts)
+            ),
+        )
+
+    def grow(self, growth: Growth, ids: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Append new blocks, `growth.num_blocks` of them: group by group, in row order, as the workers read them.
+
+        Returns: each group's part of ids.
+        """
+        if len(self.sizes) == 1:
+            by_group = ids.reshape(len(self.groups), -1)
+            self._append(self.sizes[0], growth.rows[0], growth.counts[0], by_group)
+            return tuple(by_group)
+        parts = [ids[:0]] * len(self.groups)
+        totals = [0] * len(self.groups)
+        for same, counts in zip(self.sizes, growth.counts, strict=True):
+            for group in same.groups.tolist():
+                totals[group] = int(counts.sum())
+        start = 0
+        for group, total in enumerate(totals):
+            parts[group] = ids[start : start + total]
+            start += total
+        for same, rows, counts in zip(self.sizes, growth.rows, growth.counts, strict=True):
+            own = np.stack([parts[group] for group in same.groups.tolist()])
+            self._append(same, rows, counts, own)
+        return tuple(parts)
+
+    def _append(
+        self, same: SameSize, rows: np.ndarray, counts: np.ndarray, ids: np.ndarray
+    ) -> None:
+        """ids [n, sum(counts)]: the first counts[0] of each line go to rows[0], ... Rows are unique."""
+        if not len(rows):
+            return
+        held = same.num_blocks
+        if ids.shape[1] == len(rows):  # one each: the steady case
+            same.block_ids[:, rows, held[rows]] = ids
         else:
             starts = np.cumsum(counts) - counts
-            places = np.arange(len(ids)) - np.repeat(starts - held[rows], counts)
-            self.block_ids[group][np.repeat(rows, counts), places] = ids
+            places = np.arange(ids.shape[1]) - np.repeat(starts - held[rows], counts)
+            same.block_ids[:, np.repeat(rows, counts), places] = ids
         held[rows] += counts
 
-    def release(self, row: int) -> np.ndarray:
-        """Empty a row and name what it held, each group's deepest block first."""
-        ids = []
-        for held, table in zip(self.num_blocks, self.block_ids, strict=True):
-            count = int(held[row])
-            ids.append(table[row, :count][::-1].copy())
-            table[row, :count] = 0
-            held[row] = 0
-        return np.concatenate(ids)
+    def seat(self, row: int, block_ids: Sequence[np.ndarray]) -> None:
+        """Fill an empty row with the blocks of a prefix hit, by group; its null blocks count as returned."""
+        for group, ids in enumerate(block_ids):
+            self.block_ids[group][row, : len(ids)] = ids
+            self.num_blocks[group][row] = len(ids)
+        for same in self.windows:
+            same.num_returned[row] = np.count_nonzero(block_ids[same.groups[0]] == 0)
+
+    def cells(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Name the block of each group that ends with token `ends` of each row; 0 if none of that group does.
+
+        Shapes: rows, ends [n]; returns [num_groups, n] int32.
+        """
+        named = np.zeros((len(self.groups), len(rows)), np.int32)
+        for same in self.sizes:
+            columns, rest = np.divmod(ends, same.block_size)
+            ids = same.block_ids[:, rows, columns - 1]
+            named[same.groups] = np.where(rest == 0, ids, 0)
+        return named
+
+    def row_tables(self, row: int) -> tuple[np.ndarray, ...]:
+        """Copy what a row holds: each group's cells up to its count."""
+        return tuple(
+            table[row, : held[row]].copy()
+            for held, table in zip(self.num_blocks, self.block_ids, strict=True)
+        )
+
+    def return_unseen(self, rows: np.ndarray, num_computed: np.ndarray) -> np.ndarray | None:
+        """Take out the blocks that no later token of their rows can read, deepest first.
+
+        Shapes: rows, num_computed [n], settled tokens alone: a step in flight may still read further left.
+        Returns: the ids taken out, None if there are none.
+        """
+        taken: list[tuple[np.ndarray, np.ndarray]] = []
+        for same in self.windows:
+            first = first_needed_block(same.spec, num_computed)
+            old = same.num_returned[rows]
+            moved = np.flatnonzero(first > old)
+            if not len(moved):
+                continue
+            counts = first[moved] - old[moved]
+            moved_rows = np.repeat(rows[moved], counts)
+            starts = np.cumsum(counts) - counts
+            columns = np.arange(len(moved_rows)) - np.repeat(starts - old[moved], counts)
+            same.num_returned[rows[moved]] = first[moved]
+            for group in same.groups:
+                taken.append((self.block_ids[group][moved_rows, columns], columns))
+                self.block_ids[group][moved_rows, columns] = 0
+        if not taken:
+            return None
+        ids = np.concatenate([ids for ids, _ in taken])
+        return ids[np.argsort(-np.concatenate([columns for _, columns in taken]), kind="stable")]
+
+    def release(self, rows: Sequence[int]) -> np.ndarray:
+        """Empty rows and name what they held, row by row, the block that ends deepest first whichever its group."""
+        ids = [deepest_first(self.row_tables(row), self.groups) for row in rows]
+        for same in self.sizes:
+            for row in rows:
+                same.block_ids[:, row, : same.num_blocks[row]] = 0
+            same.num_blocks[rows] = 0
+        for same in self.windows:
+            same.num_returned[rows] = 0
+        return ids[0] if len(ids) == 1 else np.concatenate(ids)
+
+
+def deepest_first(tables: Sequence[np.ndarray], groups: Sequence[KVGroupSpec]) -> np.ndarray:
+    """Name the blocks of one row, the one that ends at the highest token first: [n] int32, without null blocks.
+
+    So the start of a prefix outlives its continuation, in every group alike.
+    Example: tables [5, 6, 7] of block_size 4 and [8, 9] of block_size 8 -> [9, 7, 6, 8, 5].
+    """
+    if len(tables) == 1:
+        ids = tables[0][::-1]
+        return ids if ids.all() else ids[ids > 0]
+    if len({spec.block_size for spec in groups}) == 1:
+        ids = np.stack(tables)[:, ::-1].T.ravel()
+        return ids[ids > 0]
+    ids = np.concatenate(tables)
+    ends = np.concatenate(
+        [
+            np.arange(1, len(table) + 1) * spec.block_size
+            for table, spec in zip(tables, groups, strict=True)
+        ]
+    )
+    ids = ids[np.argsort(-ends, kind="stable")]
+    return ids[ids > 0]

@@ -33,8 +33,8 @@ def table(rows: dict[int, tuple[int, int]], arrivals: dict[int, int] | None = No
     return made
 
 
-def share(made: RequestTable, budget: int, turn: int = 0) -> Share:
-    return share_budget(made, FirstComeFirstServed(), budget, turn)
+def share(made: RequestTable, budget: int, turn: int = 0, cap: int = 128) -> Share:
+    return share_budget(made, FirstComeFirstServed(), budget, turn, cap)
 
 
 def test_decodes_need_no_words():
@@ -46,6 +46,8 @@ def test_decodes_need_no_words():
 def test_the_docstrings_example():
     found = share(table({0: (5, 4), 1: (80, 0)}), 50)
     assert (found.run_rows.tolist(), found.run_counts.tolist(), found.left) == ([1], [49], 0)
+    found = share(table({0: (5, 4), 1: (80, 0)}), 50, cap=8)
+    assert (found.run_rows.tolist(), found.run_counts.tolist(), found.left) == ([1], [8], 41)
 
 
 def test_prompts_share_in_the_order_in_which_they_arrived_not_of_their_rows():
@@ -57,6 +59,13 @@ def test_prompts_share_in_the_order_in_which_they_arrived_not_of_their_rows():
     found = share(made, 100)
     assert (found.run_rows.tolist(), found.run_counts.tolist()) == ([5, 1, 2], [30, 30, 20])
     assert found.left == 100 - 81
+
+
+def test_a_cap_leaves_the_rest_to_the_prompts_behind():
+    """S19: one long prompt takes at most its cap, and what is left is not lost to those who came later."""
+    made = table({0: (100, 0), 1: (100, 40), 2: (3, 0), 3: (100, 0)})
+    found = share(made, 30, cap=12)
+    assert (found.run_rows.tolist(), found.run_counts.tolist()) == ([0, 1, 2, 3], [12, 12, 3, 3])
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 4])

@@ -8,10 +8,16 @@ from rowcast.scheduler.front_messages import Submit
 from rowcast.tests.scheduler.fakes import Bench
 
 
-def deliveries(*entries: tuple[int, int, int, int]) -> Deliveries:
+def deliveries(
+    *entries: tuple[int, int, int, int], cached: tuple[tuple[int, int, int], ...] = ()
+) -> Deliveries:
     front_index, numbers, tokens, codes = zip(*entries, strict=True) if entries else ([],) * 4
+    cached_front_index, cached_numbers, cached_tokens = zip(*cached) if cached else ([],) * 3
     return Deliveries(
-        fronts=("a", "b", "c"),
+        fronts={0: "a", 1: "b", 2: "c"},
+        cached_front_index=np.array(cached_front_index, np.int32),
+        cached_numbers=np.array(cached_numbers, np.int64),
+        cached_tokens=np.array(cached_tokens, np.int32),
         front_index=np.array(front_index, np.int32),
         numbers=np.array(numbers, np.int64),
         tokens=np.array(tokens, np.int32),
@@ -20,7 +26,22 @@ def deliveries(*entries: tuple[int, int, int, int]) -> Deliveries:
 
 
 def split(found: Deliveries) -> list[tuple]:
-    return [(front, *(c.tolist() for c in columns)) for front, *columns in found.by_front()]
+    return [
+        (part.front, part.numbers.tolist(), part.tokens.tolist(), part.finish_codes.tolist())
+        for part in found.by_front()
+    ]
+
+
+def split_cached(found: Deliveries) -> list[tuple]:
+    return [
+        (
+            part.front,
+            part.numbers.tolist(),
+            part.cached_numbers.tolist(),
+            part.cached_tokens.tolist(),
+        )
+        for part in found.by_front()
+    ]
 
 
 def test_one_part_a_front_with_the_order_kept():
@@ -40,6 +61,15 @@ def test_nothing_to_deliver_is_no_message():
 def test_two_steps_become_one_message_a_front():
     found = join([deliveries((0, 1, 10, 0), (1, 1, 11, 0)), deliveries((0, 1, 12, 1))])
     assert split(found) == [("a", [1, 1], [10, 12], [0, 1]), ("b", [1], [11], [0])]
+
+
+def test_cached_counts_go_to_their_fronts_also_where_no_token_goes():
+    """A count that is sent with the next token of another front never arrives, or arrives at the wrong one."""
+    found = deliveries((2, 5, 10, 0), cached=((0, 7, 32), (2, 5, 16), (0, 8, 48)))
+    assert split_cached(found) == [("a", [], [7, 8], [32, 48]), ("c", [5], [5], [16])]
+    assert len(found) == 4
+    joined = join([deliveries((1, 4, 9, 0)), deliveries(cached=((1, 4, 64),))])
+    assert split_cached(joined) == [("b", [4], [4], [64])]
 
 
 def test_fronts_number_their_requests_alike_and_get_their_own():
