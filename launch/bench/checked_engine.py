@@ -19,7 +19,7 @@ _EPOCH = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Issued:
-    """One step as it went out. requests: who held plan.index_mapping[batch_index] then, by (front, number)."""
+    """One step as it went out, and the plan that the rank made of it."""
 
     step: SchedulerOutput
     frame: bytes
@@ -34,13 +34,16 @@ class CheckedEngine:
     """Steps a scheduler and its rank; `check` runs by itself after every move.
 
     The rank runs a step when it is issued; the scheduler hears of its tokens when the step is settled.
+    whole_every: every how many checks the token ids of all rows are compared whole, not only the latest.
     Raises (every method): Violation for a rule that does not hold.
     """
 
-    def __init__(self, scheduler: Scheduler, rank: FakeRank) -> None:
+    def __init__(self, scheduler: Scheduler, rank: FakeRank, *, whole_every: int = 1) -> None:
         self.scheduler = scheduler
         self.rank = rank
         self.num_steps = 0
+        self._whole_every = whole_every
+        self._num_checks = 0
         self._results: deque[np.ndarray] = deque()
         self._in_flight: deque[InFlight] = deque()
         self._num_idle = 0  # calls of `issue` in a row that found nothing although nothing ran and someone waited
@@ -65,6 +68,12 @@ class CheckedEngine:
         decoded = decode_frame(frame).body
         assert isinstance(decoded, SchedulerOutput)
         plan, tokens = self.rank.execute(decoded)
+        ours, theirs = scheduler.digests.end(frame), self.rank.state.digests.end(frame)
+        require(
+            ours == theirs, "the digests of a step differ, here and at the worker", ours, theirs
+        )
+        ours, theirs = scheduler.digests.end(frame), self.rank.state.digests.end(frame)
+        require(ours == theirs, "the digests of scheduler and rank differ at step", self.num_steps)
         self._results.append(tokens)
         self._in_flight.append((plan, scheduler.table.generation[plan.index_mapping]))
         issued = Issued(step=step, frame=frame, plan=plan)
@@ -87,6 +96,8 @@ class CheckedEngine:
 
     def check(self) -> None:
         """Check everything now."""
+        whole = self._num_checks % self._whole_every == 0
+        self._num_checks += 1
         check_queues(self.scheduler)
         check_pool(self.scheduler, self._in_flight)
-        check_tables(self.scheduler, self.rank.state)
+        check_tables(self.scheduler, self.rank.state, whole=whole)

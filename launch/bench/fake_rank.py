@@ -31,6 +31,7 @@ class FakeRank:
             groups=scheduler.groups,
             num_blocks=scheduler.pool.usable + 1,
             vocab_size=config.vocab_size,
+            depth=config.depth,
         )
         self.memory = PrefixMemory(self.state, probes=probes)
         self._sample = sample

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -35,6 +36,7 @@ from rowcast.tests.scheduler.fakes import VOCAB_SIZE, FakeWorker, group, hash_mo
 
 EPOCH = 77
 FRONT, OTHER = b"front-0", b"front-1"
+PARAMS = 9  # their place in an encoded submit
 
 
 class Queue:
@@ -60,8 +62,9 @@ class Rig:
 
     def __init__(self, *, num_ranks: int = 2, depth: int = 1, usable: int = 40, **options) -> None:
         config = SchedulerConfig(
-            vocab_size=VOCAB_SIZE, max_model_len=64, max_num_seqs=4, max_waiting=4, depth=depth
-        )
+            vocab_size=VOCAB_SIZE, max_model_len=64, max_num_seqs=4, max_waiting=4, depth=depth,
+            prefix_caching=False,
+        )  # fmt: skip
         self.scheduler = Scheduler(config, (group(4),), usable + 1)
         self.workers, self.fronts = Queue(), Queue()
         self.now = 1000.0
@@ -71,6 +74,7 @@ class Rig:
         self.silent: set[int] = set()
         self.fake = FakeWorker(self.scheduler, hash_model)
         self.taken = 0
+        self.tamper = lambda sequence, digests, tokens: (digests, tokens)
         self.loop = SchedulerLoop(
             self.scheduler,
             workers=self.workers,
@@ -107,11 +111,15 @@ class Rig:
                 elif rank == 0:
                     assert isinstance(frame.body, SchedulerOutput)
                     _, tokens = self.fake.execute(frame.body)
-                    self.report(
-                        messages.encode_result(
-                            StepResult(tokens=tokens), epoch=EPOCH, sequence=frame.sequence
-                        )
-                    )
+                    digest = self.fake.state.digests.end(self.workers.sent[self.taken - 1])
+                    sampled = (tokens >= 0).any()
+                    digests = [digest] * self.num_ranks if sampled else []
+                    digests, tokens = self.tamper(frame.sequence, digests, tokens)
+                    self.result(tokens, digests, frame.sequence)
+
+    def result(self, tokens: np.ndarray, digests: Sequence[int], sequence: int) -> None:
+        result = StepResult(tokens=tokens, digests=np.array(digests, np.uint64).tobytes())
+        self.report(messages.encode_result(result, epoch=EPOCH, sequence=sequence))
 
     def report(self, message: bytes) -> None:
         self.workers.inbox.append(message)
@@ -319,7 +327,7 @@ def test_a_submit_with_a_bad_parameter_is_answered():
     rig.submit(3)
     front, message = rig.fronts.inbox.pop()
     values = msgpack.unpackb(message)
-    values[-1][0] = -1.0
+    values[PARAMS][0] = -1.0
     rig.fronts.inbox.append((front, msgpack.packb(values)))
     rig.turns(1)
     ((number, reason, text),) = rig.heard()
@@ -334,7 +342,7 @@ def test_a_bad_repeat_of_a_live_number_does_not_end_the_live_request():
     _, good = rig.fronts.inbox[-1]
     rig.turns(1)
     values = msgpack.unpackb(good)
-    values[-1] = None
+    values[PARAMS] = None
     rig.say(msgpack.packb(values))
     rig.turns(5)
     assert [code for _, _, code in rig.heard()] == [0, 0, FinishCode.LENGTH]
@@ -429,8 +437,13 @@ def test_late_answers_to_hello_are_ignored():
     assert len(rig.heard()) == 3
 
 
-def bad_result(tokens: list[int], sequence: int = 1) -> bytes:
-    result = StepResult(tokens=np.array(tokens, np.int32))
+V = messages.PROTOCOL_VERSION
+
+
+def bad_result(tokens: list[int], sequence: int = 1, digests: Sequence[int] = ()) -> bytes:
+    result = StepResult(
+        tokens=np.array(tokens, np.int32), digests=np.array(digests, np.uint64).tobytes()
+    )
     return messages.encode_result(result, epoch=EPOCH, sequence=sequence)
 
 
@@ -441,15 +454,24 @@ def raw(*values) -> bytes:
 @pytest.mark.parametrize(
     ("report", "said"),
     [
-        (raw(1, EPOCH, 1, 1, 1, "boom"), "rank 1 failed: boom"),
-        (raw(1, EPOCH, 2, 1, 1), "rank 1 left without being told"),
-        (raw(1, EPOCH, 2, 1, 1, "more"), "rank 1 sent a bad frame: bye report must carry 1 values"),
-        (raw(1, EPOCH, 2, 1, -1), "a rank sent a bad frame: bye report: rank must be"),
-        (raw(2, EPOCH, 0, 0, 1), "rank 1 sent a bad frame: report has protocol version 2"),
-        (raw(1, EPOCH, 3, 1, b"", b"123", None), "rank 0 sent a bad frame: result: tokens must be"),
-        (raw(1, EPOCH, 0, 0, 5), "calls itself rank 5, expected 0 to 1"),
-        (bad_result([1]), "rank 0, step 1: the result carries 1 tokens, its step ran 2"),
-        (bad_result([1, 500]), "rank 0, step 1: the result carries token 500"),
+        (raw(V, EPOCH, 1, 1, 1, "boom"), "rank 1 failed: boom"),
+        (raw(V, EPOCH, 2, 1, 1), "rank 1 left without being told"),
+        (raw(V, EPOCH, 2, 1, 1, "more"), "rank 1 sent a bad frame: bye report must carry 1 values"),
+        (raw(V, EPOCH, 2, 1, -1), "a rank sent a bad frame: bye report: rank must be"),
+        (raw(1, EPOCH, 0, 0, 1), "rank 1 sent a bad frame: report has protocol version 1"),
+        (raw(V, EPOCH, 3, 1, b"", b"123", None), "rank 0 sent a bad frame: result: tokens must be"),
+        (raw(V, EPOCH, 0, 0, 5), "calls itself rank 5, expected 0 to 1"),
+        (
+            bad_result([1, 2]),
+            "rank 0, step 1: the result carries 0 digests, expected one of each of 2",
+        ),
+        (bad_result([1, 2], digests=[1]), "step 1: the result carries 1 digests, expected"),
+        (bad_result([1, 2], digests=[1, 2, 3]), "step 1: the result carries 3 digests, expected"),
+        (
+            bad_result([-1, -1], digests=[1, 2]),
+            "carries 2 digests, expected .* none of a step that",
+        ),
+        (bad_result([1, 2], digests=[1, 2]), "ranks 0 and 1 disagree with the scheduler at step 1"),
         (bad_result([1, 2], sequence=2), "the result of step 2, expected that of step 1"),
     ],
 )
@@ -468,6 +490,62 @@ def test_a_bad_frame_of_a_live_rank_stops_the_group_and_names_it(report, said):
         (3, RefusalReason.ENGINE_FAILED, str(caught.value)),
     ]
     assert rig.heard(OTHER) == [(2, RefusalReason.ENGINE_FAILED, str(caught.value))]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([1], "rank 0, step 1: the result carries 1 tokens, its step ran 2"),
+        ([1, 500], "rank 0, step 1: the result carries token 500"),
+        ([1, -1], "rank 0, step 1: the result carries token -1"),
+    ],
+)
+def test_tokens_that_the_step_cannot_have_sampled_stop_the_group(tokens, said):
+    """Also when every digest is right: the tokens of a step are not in its own digest yet."""
+    rig = started()
+    rig.submit(1)
+    rig.submit(2, front=OTHER)
+    rig.tamper = lambda step, digests, _: (digests, np.array(tokens, np.int32))
+    with pytest.raises(WorkerGroupError, match=said):
+        rig.until_idle()
+    assert [text for _, _, text in rig.heard()] == [text for _, _, text in rig.heard(OTHER)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "who"), [([1], "rank 1 disagrees"), ([0, 2], "ranks 0 and 2 disagree")]
+)
+def test_a_rank_whose_digest_differs_is_named_and_its_token_is_not_delivered(ranks, who, depth):
+    rig = started(num_ranks=3, depth=depth)
+    rig.submit(1, max_tokens=9)
+
+    def tamper(step: int, digests: list[int], tokens: np.ndarray):
+        wrong = [digest ^ (step == 4 and rank in ranks) for rank, digest in enumerate(digests)]
+        return wrong, tokens
+
+    rig.tamper = tamper
+    with pytest.raises(WorkerGroupError, match=f"^{who} with the scheduler at step 4: ") as caught:
+        rig.until_idle()
+    assert str(caught.value).count(". ") == 0, "one sentence"
+    assert len(rig.heard()) == 3 + 1
+    assert rig.heard()[-1] == (1, RefusalReason.ENGINE_FAILED, str(caught.value))
+
+
+def test_a_recorder_sees_every_counted_frame_and_every_result():
+    seen: list[tuple[str, bytes]] = []
+    recorder = SimpleNamespace(
+        frame=lambda frame: seen.append(("frame", frame)),
+        result=lambda result: seen.append(("result", result)),
+    )
+    rig = started(recorder=recorder)
+    rig.submit(1)
+    rig.until_idle()
+    rig.loop.stop()
+    rig.loop.run()
+    sent = [frame for frame in rig.workers.sent if decode_frame(frame).sequence]
+    assert [frame for kind, frame in seen if kind == "frame"] == sent
+    kinds = [kind for kind, _ in seen]
+    assert kinds == ["frame", "result"] * 4 + ["frame"]
 
 
 def test_a_result_without_a_step_is_a_bad_frame():

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from rowcast.scheduler.agreement import disagreement
 from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.front_messages import Submit
-from rowcast.scheduler.messages import decode_frame, encode_step
+from rowcast.scheduler.messages import (
+    SchedulerOutput,
+    StepResult,
+    decode_frame,
+    encode_step,
+)
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
 from rowcast.worker.config import WorkerConfig
@@ -56,8 +63,13 @@ def generate(
     *,
     seeds: Sequence[int] | None = None,
     num_blocks: int | None = None,
+    **options,
 ) -> list[list[int]]:
-    """The tokens of each prompt. num_blocks below the runner's own makes the scheduler preempt."""
+    """The tokens of each prompt, as many steps ahead as the runner's config says; every rank's digest is checked.
+
+    num_blocks below the runner's own makes the scheduler preempt. options are SchedulerConfig's.
+    """
+    runner._reset_tables()  # a new scheduler is a new life of the group
     config = runner.config
     scheduler = Scheduler(
         SchedulerConfig(
@@ -66,6 +78,8 @@ def generate(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             eos_token_ids=runner.model_config.eos_token_ids,
+            depth=config.depth,
+            **options,
         ),
         runner.group_specs,
         num_blocks or runner.state.num_blocks,
@@ -86,10 +100,20 @@ def generate(
         )
     tokens: list[list[int]] = [[] for _ in prompts]
     sequence = 0
-    while (step := scheduler.schedule()) is not None:
-        sequence += 1
-        frame = decode_frame(encode_step(step, epoch=1, sequence=sequence))
-        deliveries = scheduler.settle(runner.execute(frame.body).tokens)
+    in_flight: deque[tuple[int, StepResult]] = deque()
+    while True:
+        while len(in_flight) < config.depth and (step := scheduler.schedule()) is not None:
+            sequence += 1
+            frame = encode_step(step, epoch=1, sequence=sequence)
+            body = decode_frame(frame).body
+            assert isinstance(body, SchedulerOutput)
+            in_flight.append((scheduler.digests.end(frame), runner.execute(body, frame)))
+        if not in_flight:
+            break
+        digest, result = in_flight.popleft()
+        assert len(result.digests) == 8 * config.world_size * bool((result.tokens >= 0).any())
+        assert disagreement(digest, result.digests) is None
+        deliveries = scheduler.settle(result.tokens)
         for number, token in zip(
             deliveries.numbers.tolist(), deliveries.tokens.tolist(), strict=True
         ):

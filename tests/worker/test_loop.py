@@ -50,9 +50,11 @@ class StateExecutor:
     def __init__(self) -> None:
         self.state = make_state()
         self.launches = 0
+        self.frames: list[bytes] = []
 
-    def execute(self, step: SchedulerOutput) -> StepResult:
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
         plan = self.state.apply(step)
+        self.frames.append(frame)
         if plan.num_reqs:
             self.launches += 1
         tokens = np.where(plan.samples, plan.index_mapping + 500, -1).astype(np.int32)
@@ -95,6 +97,16 @@ def test_steps_in_order_give_results_in_order():
     assert [report.sequence for report in queue.reports] == [1, 2, 3]
     tokens = [report.result.tokens.tolist() for report in queue.reports if report.result]
     assert tokens == [[502], [502], []]
+
+
+def test_the_executor_gets_the_bytes_of_the_frame():
+    """The digest covers what arrived, not what was made of it."""
+    executor = StateExecutor()
+    loop, queue = make_loop(executor=executor)
+    sent = [frame(1, step(request(2, [1, 2, 3]), run={2: 3}, grow=[[7]])), frame(2)]
+    queue.frames += sent
+    drain(loop)
+    assert executor.frames == sent
 
 
 def test_only_rank_0_reports_results():
@@ -193,7 +205,7 @@ def test_a_mask_frame_is_refused_by_name():
 
 def test_what_an_executor_raises_is_reported_in_one_line_and_raised_whole():
     class Broken:
-        def execute(self, step: SchedulerOutput) -> StepResult:
+        def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
             raise MemoryError("KV cache:\n  needs 3 GiB\n  has 1 GiB")
 
     loop, queue = make_loop(rank=1, executor=Broken())

@@ -59,7 +59,7 @@ def test_warm_up_fits_the_smallest_settings(folder: Path, options):
 
 def test_a_step_that_only_frees_or_says_nothing_returns_no_tokens(folder: Path):
     runner = make_runner(folder)
-    assert runner.execute(SchedulerOutput(grown_block_ids=(i32(),))).tokens.shape == (0,)
+    assert runner.execute(SchedulerOutput(grown_block_ids=(i32(),)), b"").tokens.shape == (0,)
 
 
 def test_rows_that_do_not_sample_report_no_token_and_skip_the_head(folder: Path):
@@ -82,7 +82,7 @@ def test_rows_that_do_not_sample_report_no_token_and_skip_the_head(folder: Path)
 def test_a_bad_step_changes_nothing_and_the_runner_goes_on(folder: Path):
     runner = make_runner(folder)
     with pytest.raises(ProtocolError):
-        runner.execute(SchedulerOutput(freed_rows=i32(3), grown_block_ids=(i32(),)))
+        runner.execute(SchedulerOutput(freed_rows=i32(3), grown_block_ids=(i32(),)), b"")
     assert generate(runner, [[1, 2, 3]], greedy(2)) == generate(
         make_runner(folder), [[1, 2, 3]], greedy(2)
     )
@@ -142,4 +142,4 @@ def test_close_gives_everything_up(folder: Path):
     runner = make_runner(folder)
     runner.close()
     with pytest.raises(AssertionError, match="call allocate first"):
-        runner.execute(SchedulerOutput(grown_block_ids=(np.empty(0, np.int32),)))
+        runner.execute(SchedulerOutput(grown_block_ids=(np.empty(0, np.int32),)), b"")

@@ -137,10 +137,10 @@ def test_each_ranks_digest_comes_back_in_rank_order():
     def work(group):
         mine = ranks[group.rank]
         part = logits[:, mine.start : mine.stop]
-        digest = -5 if group.rank == 1 else group.rank
+        digest = 2**64 - 5 if group.rank == 1 else group.rank
         return Sampler(ranks, group).sample(part, rows_of(2, top_k=2), digest=digest).digests
 
-    expected = np.array([0, -5, 2], "<i8").tobytes()
+    expected = np.array([0, 2**64 - 5, 2], "<u8").tobytes()
     assert on_ranks(3, work) == [expected] * 3
 
 
