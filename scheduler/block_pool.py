@@ -1,12 +1,12 @@
 """The KV blocks that all groups share: which are free, how often each is referenced, which is reused next.
 
-Owns ids and counts, not who holds them (`row_blocks.py`) nor what is in them (`prefix_cache.py`, which marks the blocks
-that it has a name for, and hears when one of them is reused). Block 0 is the null block: never handed out, so an unused
-block-table cell can hold 0.
+Owns ids and counts, not who holds them (`row_blocks.py`) nor what is in them (`prefix_cache.py`, which names blocks
+here and hears when named ones are reused). Block 0 is the null block: never handed out, so an unused block-table cell
+can hold 0.
 
-A free block without a name is worth nothing, so those go first, the last one freed first (its memory is warmest) and
-never-used ones at the bottom of that stack. Free blocks with a name follow, least recently freed first. They wait in a
-ring; one that is taken out of the middle, because its prefix was hit again, only leaves a stale entry behind.
+A free block without a name is worth nothing, so those go first, the last one freed first (its memory is warmest), with
+the never used ones at the bottom of that stack. Free blocks with a name follow, those that came back longest ago first.
+They stand in a line; one that leaves from the middle, because its prefix was hit, only leaves a stale entry behind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class BlockPool:
     """Equal blocks numbered 1 .. num_blocks - 1, one pool for every KV group.
 
     Units: blocks. num_blocks counts the null block, usable does not.
-    Shapes: ref_counts [num_blocks] int32; named [num_blocks] bool, written by the prefix cache.
+    Shapes: ref_counts [num_blocks] int32; names [num_blocks] int32, 0 for a nameless block, else whatever the prefix
+        cache knows it by. on_reuse is called with ids [n] whose names are about to be dropped.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,17 +32,18 @@ class BlockPool:
             )
         self.usable = num_blocks - 1
         self.ref_counts = np.zeros(num_blocks, np.int32)
-        self.named = np.zeros(num_blocks, bool)
-        self.on_reuse: Callable[[np.ndarray], None] = _ignore
+        self.names = np.zeros(num_blocks, np.int32)
+        self.on_reuse: Callable[[np.ndarray], None] | None = None
         self.num_free = self.usable
         self._stack = np.arange(self.usable, 0, -1, dtype=np.int32)  # free and nameless, top last
         self._num_stacked = self.usable
-        # Free and named: entries head .. tail of an endless line, kept modulo the ring's length. An entry counts only
-        # while it is its block's latest; entry_of is -1 for a block that does not wait there.
-        self._ring = np.zeros(2 * num_blocks, np.int32)
-        self._entry_of = np.full(num_blocks, -1, np.int64)
+        # Free and named: line[head : tail]. An entry counts while it is where _place_of says that its block stands.
+        # Twice as long as can be needed, so that stale entries are swept out once in num_blocks frees at most.
+        self._line = np.zeros(2 * num_blocks, np.int32)
         self._head = 0
         self._tail = 0
+        self._place_of = np.full(num_blocks, -1, np.int32)
+        self._marks = np.zeros(num_blocks, np.int32)  # scratch of _distinct
 
     def can_allocate(self, count: int) -> bool:
         """Tell whether `count` blocks are free. Changes nothing."""
@@ -50,14 +52,14 @@ class BlockPool:
     def allocate(self, count: int) -> np.ndarray:
         """Take `count` free blocks, each referenced once. Ask `can_allocate` first.
 
-        Returns: [count] int32 ids in order of reuse; those that had a name have lost it.
+        Returns: [count] int32 ids in the order of `free_ids`, nameless from now on.
         """
         assert self.can_allocate(count), f"asked for {count} blocks, {self.num_free} are free"
         top = self._num_stacked
         self._num_stacked = max(0, top - count)
         ids = self._stack[self._num_stacked : top][::-1].copy()
         if count > top:
-            reused = self._take_oldest(count - top)
+            reused = self._reuse(count - top)
             ids = np.concatenate((ids, reused)) if top else reused
         self.num_free -= count
         self.ref_counts[ids] = 1
@@ -71,25 +73,44 @@ class BlockPool:
         """
         if not len(ids):
             return
-        assert int(ids.min()) > 0, "the null block was never handed out and cannot be freed"
-        np.subtract.at(self.ref_counts, ids, 1)
-        left = self.ref_counts[ids]
-        if int(left.min()) < 0:
-            np.add.at(self.ref_counts, ids, 1)
-            raise AssertionError(f"blocks {ids[left < 0].tolist()} were freed more often than held")
-        idle = ids[left == 0]
-        if len(idle) > 1:
-            idle = idle[np.sort(np.unique(idle, return_index=True)[1])]
+        at, mentions = self._distinct(ids)
+        left = self.ref_counts[at] - mentions
+        if np.count_nonzero(left < 0):
+            wrong = at[left < 0].tolist()
+            assert wrong != [0], "the null block was never handed out and cannot be freed"
+            raise AssertionError(f"blocks {wrong} were freed more often than held")
+        self.ref_counts[at] = left
+        idle = at[left == 0]
         self.num_free += len(idle)
-        named = self.named[idle]
-        self._queue(idle[named])
-        self._push(idle[~named])
+        named = self.names[idle] != 0
+        num_named = np.count_nonzero(named)
+        if num_named == len(idle):
+            self._queue(idle)
+        elif num_named == 0:
+            self._push(idle)
+        else:
+            self._queue(idle[named])
+            self._push(idle[~named])
+
+    def _distinct(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
+        """Name each block once, in order of first mention, as an index (intp), and count its mentions.
+
+        Sorting would show repeats in many times the time that leaving a mark on each block takes.
+        """
+        at = ids.astype(np.intp)
+        marks = np.arange(len(at), dtype=np.int32)
+        self._marks[at] = marks
+        if np.count_nonzero(self._marks[at] != marks) == 0:
+            return at, 1
+        distinct, first, mentions = np.unique(at, return_index=True, return_counts=True)
+        order = np.argsort(first)
+        return distinct[order], mentions[order]
 
     def touch(self, ids: np.ndarray) -> None:
         """Reference distinct blocks once more; those that were free, waiting under their name, are free no more."""
         idle = ids[self.ref_counts[ids] == 0]
-        assert self.named[idle].all(), "a free block without a name has no content to share"
-        self._entry_of[idle] = -1
+        assert self.names[idle].all(), "a free block without a name has no content to share"
+        self._place_of[idle] = -1
         self.num_free -= len(idle)
         self.ref_counts[ids] += 1
 
@@ -99,59 +120,54 @@ class BlockPool:
 
     def free_ids(self) -> np.ndarray:
         """List the free blocks in the order in which they will be handed out."""
-        entries = np.arange(self._head, self._tail)
-        waiting = self._ring[entries % len(self._ring)]
-        waiting = waiting[self._entry_of[waiting] == entries]
-        return np.concatenate((self._stack[: self._num_stacked][::-1], waiting))
+        return np.concatenate(
+            (self._stack[: self._num_stacked][::-1], self._standing(self._tail).astype(np.int32))
+        )
 
     def drop_names(self) -> None:
-        """Make every block nameless while nobody references any: the pool is as new."""
-        assert self.num_free == self.usable, (
-            f"{self.usable - self.num_free} blocks are still referenced"
-        )
-        self.named[:] = False
-        self._entry_of[:] = -1
-        self._head = self._tail = 0
-        self._num_stacked = 0
+        """Make every block nameless, as in a new pool. Nobody may hold one. Does not call on_reuse."""
+        held = self.usable - self.num_free
+        assert not held, f"{held} blocks are still referenced"
+        self.names[:] = 0
+        self._place_of[:] = -1
+        self._head = self._tail = self._num_stacked = 0
         self._push(np.arange(1, self.usable + 1, dtype=np.int32))
 
     def _push(self, ids: np.ndarray) -> None:
-        """Stack nameless blocks so that the first of them is on top."""
+        """Stack nameless blocks; the first of them ends on top."""
         end = self._num_stacked + len(ids)
         self._stack[self._num_stacked : end] = ids[::-1]
         self._num_stacked = end
 
     def _queue(self, ids: np.ndarray) -> None:
-        """Let named blocks wait for their reuse behind all others."""
-        if self._tail + len(ids) - self._head > len(self._ring):
-            self._compact()
-        entries = np.arange(self._tail, self._tail + len(ids))
-        self._ring[entries % len(self._ring)] = ids
-        self._entry_of[ids] = entries
-        self._tail += len(ids)
+        """Put named blocks at the end of the line."""
+        if self._tail + len(ids) > len(self._line):
+            waiting = self._standing(self._tail)
+            self._head = self._tail = 0
+            self._queue(waiting)
+        end = self._tail + len(ids)
+        self._line[self._tail : end] = ids
+        self._place_of[ids] = np.arange(self._tail, end)
+        self._tail = end
 
-    def _compact(self) -> None:
-        """Drop the stale entries. At most half of the ring is left, so this comes once in num_blocks frees at most."""
-        waiting = self.free_ids()[self._num_stacked :]
-        self._head = self._tail = 0
-        self._queue(waiting)
+    def _standing(self, end: int) -> np.ndarray:
+        """List the blocks that stand between the head of the line and `end`, as indices (intp)."""
+        ids = self._line[self._head : end].astype(np.intp)
+        valid = self._place_of[ids] == np.arange(self._head, end)
+        return ids if np.count_nonzero(valid) == len(ids) else ids[valid]
 
-    def _take_oldest(self, count: int) -> np.ndarray:
-        """Remove `count` named blocks that have waited longest, and say so to whoever named them."""
-        taken, missing = [], count
-        while missing:
-            entries = np.arange(self._head, min(self._head + missing, self._tail))
-            ids = self._ring[entries % len(self._ring)]
-            ids = ids[self._entry_of[ids] == entries]
-            self._head = int(entries[-1]) + 1
+    def _reuse(self, count: int) -> np.ndarray:
+        """Take `count` blocks from the head of the line, and their names from them."""
+        taken = []
+        while count:
+            end = min(self._head + count, self._tail)
+            ids = self._standing(end)
+            self._head = end
+            count -= len(ids)
             taken.append(ids)
-            missing -= len(ids)
         ids = taken[0] if len(taken) == 1 else np.concatenate(taken)
-        self._entry_of[ids] = -1
-        self.named[ids] = False
-        self.on_reuse(ids)
-        return ids
-
-
-def _ignore(_ids: np.ndarray) -> None:
-    """Nobody has named a block."""
+        if self.on_reuse is not None:
+            self.on_reuse(ids)
+        self.names[ids] = 0
+        self._place_of[ids] = -1
+        return ids.astype(np.int32)

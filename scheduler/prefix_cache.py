@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import repeat
+from itertools import compress, repeat
+from operator import add, eq, not_
 
 import numpy as np
 
@@ -60,6 +61,14 @@ class CacheStats:
     hits: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _View:
+    """Groups that see alike: one spec but for the layers. They are asked together. groups [n] int64, ascending."""
+
+    spec: KVGroupSpec
+    groups: np.ndarray
+
+
 class PrefixCache:
     """Names for the blocks of one pool. `base` and `alignment` are tokens.
 
@@ -72,28 +81,34 @@ class PrefixCache:
         self.stats = CacheStats()
         self.resumed_stats = CacheStats()
         self.num_evicted = 0
-        self._groups = tuple(groups)
         self._pool = pool
         pool.on_reuse = self._forget
-        num_blocks = pool.usable + 1
+        self._num_groups = len(groups)
+        self._offsets = np.arange(len(groups))[:, None]
         self._key_of_hash: dict[bytes, int] = {}
-        self._hash_of_key: list[bytes] = [b""] * num_blocks
-        self._free_keys = list(range(pool.usable, 0, -1))  # key 0 is "unknown": no block
-        self._block_of_key = np.zeros((len(groups), num_blocks), np.int32)
-        self._key_of_block = np.zeros(num_blocks, np.int32)
-        self._group_of_block = np.zeros(num_blocks, np.int32)
-        # Groups that see alike are asked together; whole prefixes first, since those only shorten a hit once.
-        alike: dict[tuple[bool, int, int, AttentionKind], list[int]] = {}
+        self._hash_of_key: dict[int, bytes] = {}
+        # Key 0 is "unknown" and has no block. Every other key in use has a named block, and publish offers keys for
+        # about as many blocks before it knows which hashes are new: twice the blocks is nearly always enough.
+        self._free_keys: list[int] = []
+        self._next_key = 1
+        self._block_of_cell = np.zeros((1 + 2 * pool.usable) * len(groups), np.int32)
+        alike: dict[tuple[AttentionKind, int, int], list[int]] = {}
         for group, spec in enumerate(groups):
-            windowed = spec.kind is not AttentionKind.FULL
-            alike.setdefault((windowed, spec.block_size, spec.window, spec.kind), []).append(group)
-        self._full = [members for (windowed, *_), members in alike.items() if not windowed]
-        self._windowed = [members for (windowed, *_), members in alike.items() if windowed]
+            alike.setdefault((spec.kind, spec.window, spec.block_size), []).append(group)
+        views = [
+            _View(spec=groups[members[0]], groups=np.array(members)) for members in alike.values()
+        ]
+        views.sort(key=lambda view: view.spec.kind is not AttentionKind.FULL)
+        self._views = views  # those of the whole prefix first
+        self._num_full = sum(view.spec.kind is AttentionKind.FULL for view in views)
+        self._nothing_found = [np.zeros(0, np.intp) for _ in views]
+        nothing = np.zeros(0, np.int32)
+        self._no_hit = Hit(num_tokens=0, block_ids=tuple(nothing for _ in groups))
 
     @property
     def num_cached(self) -> int:
         """Count the blocks that have a name."""
-        return int(np.count_nonzero(self._key_of_block))
+        return int(np.count_nonzero(self._pool.names))
 
     # ------------------------------------------------------------ hashing
 
@@ -116,22 +131,19 @@ class PrefixCache:
         Shapes: tokens [num_tokens] int32, from position 0.
         Example: base 16, 33 tokens, no hashes -> two.
         """
-        size, first = self.base * 4, len(hashes)
-        data = tokens[first * self.base :].astype("<i4", copy=False).tobytes()
         parent = hashes[-1] if hashes else root
-        for start in range(0, len(data) - size + 1, size):
-            parent = sha256(parent + data[start : start + size]).digest()
+        end = len(tokens) // self.base * self.base
+        for link in self._links(tokens[len(hashes) * self.base : end]):
+            parent = sha256(parent + link).digest()
             hashes.append(parent)
 
     def extend_rows(self, parents: Sequence[bytes], tokens: np.ndarray) -> list[bytes]:
         """Hash one more link for each of n chains. Shapes: parents [n]; tokens [n, base] int32; returns [n]."""
-        size = self.base * 4
-        data = tokens.astype("<i4", copy=False).tobytes()
-        starts = range(0, len(data), size)
-        return [
-            sha256(parent + data[start : start + size]).digest()
-            for parent, start in zip(parents, starts, strict=True)
-        ]
+        return [sha256(data).digest() for data in map(add, parents, self._links(tokens))]
+
+    def _links(self, tokens: np.ndarray) -> list[bytes]:
+        """Cut tokens into the bytes of links, each base little-endian int32."""
+        return np.ascontiguousarray(tokens, "<i4").reshape(-1).view(f"V{4 * self.base}").tolist()
 
     # ------------------------------------------------------------ asking
 
@@ -141,54 +153,60 @@ class PrefixCache:
         Changes nothing: touch the hit's blocks before any are allocated.
         """
         hit = min(num_tokens - 1, len(hashes) * self.base) // self.alignment * self.alignment
-        for members in self._full:
-            hit = self._served(members, hashes, hit)
-        agreed, turn = 0, 0
-        while hit and agreed < len(self._windowed):
-            served = self._served(self._windowed[turn % len(self._windowed)], hashes, hit)
-            if served < hit:  # everyone must hold the shorter prefix too, this one included
+        keys = self._nothing_found.copy()
+        for place in range(self._num_full):
+            hit, keys[place] = self._served(self._views[place], hashes, hit)
+        num_windowed = len(self._views) - self._num_full
+        agreed = turn = 0
+        while hit and agreed < num_windowed:
+            place = self._num_full + turn % num_windowed
+            served, keys[place] = self._served(self._views[place], hashes, hit)
+            if served < hit:  # every window has to hold the shorter prefix, this one included
                 hit, agreed = served, 0
             else:
                 agreed, turn = agreed + 1, turn + 1
-        return Hit(
-            num_tokens=hit,
-            block_ids=tuple(self._blocks(group, hashes, hit) for group in range(len(self._groups))),
-        )
+        if not hit:
+            return self._no_hit
+        block_ids = list(self._no_hit.block_ids)
+        for view, found in zip(self._views, keys, strict=True):
+            first, end = first_needed_block(view.spec, hit), hit // view.spec.block_size
+            ids = np.zeros((len(view.groups), end), np.int32)
+            ids[:, first:] = self._blocks(view, found[: end - first])
+            for group, row in zip(view.groups.tolist(), ids, strict=True):
+                block_ids[group] = row
+        return Hit(num_tokens=hit, block_ids=tuple(block_ids))
 
-    def _served(self, members: list[int], hashes: Sequence[bytes], hit: int) -> int:
-        """Tell the longest prefix up to `hit` that groups which see alike may hold: `hit` itself if they hold it.
+    def _served(self, view: _View, hashes: Sequence[bytes], hit: int) -> tuple[int, np.ndarray]:
+        """Find the longest prefix, up to `hit` tokens, that a view's groups may hold: `hit` itself if they hold it.
 
-        The leftmost block that is missing decides: every shorter prefix that reaches beyond it needs it too. Asking
-        from the left, in growing steps, makes a miss at the start of a long prompt cheap, and a miss of a window skip
-        the rest of the window.
+        The leftmost missing block decides, for every shorter prefix that reaches beyond it needs it too. Asking from
+        the left, in growing strides, makes a miss at the start cheap, and lets a window skip what lies right of it.
+
+        Returns: tokens, and the keys of the needed blocks from the first on, at least as far as that.
         """
-        spec = self._groups[members[0]]
-        first, end = first_needed_block(spec, hit), hit // spec.block_size
-        step = 1
-        while first < end:
-            stop = min(first + step, end)
-            keys = self._keys(spec, hashes, first, stop)
-            known = self._block_of_key[np.array(members)[:, None], keys].all(axis=0)
-            if not known.all():
-                missing = first + int(known.argmin())
-                return missing * spec.block_size // self.alignment * self.alignment
-            first, step = stop, step * 8
-        return hit
+        size = view.spec.block_size
+        links = size // self.base
+        start, end = first_needed_block(view.spec, hit), hit // size
+        keys, stride = [], 8
+        while start < end:
+            asked = hashes[(start + 1) * links - 1 : min(start + stride, end) * links : links]
+            known = 0
+            if asked[0] in self._key_of_hash:
+                keys.append(np.array(list(map(self._key_of_hash.get, asked, repeat(0)))))
+                blocks = self._blocks(view, keys[-1])
+                known = len(asked)
+                if np.count_nonzero(blocks) < blocks.size:
+                    known = int(blocks.all(axis=0).argmin())
+            start += known
+            if known < len(asked):
+                hit = start * size // self.alignment * self.alignment
+                break
+            stride *= 8
+        return hit, np.concatenate(keys) if keys else self._nothing_found[0]
 
-    def _keys(
-        self, spec: KVGroupSpec, hashes: Sequence[bytes], first: int, stop: int
-    ) -> np.ndarray:
-        """Look up the keys of a group's blocks first .. stop; 0 for unknown ones."""
-        links = spec.block_size // self.base
-        names = hashes[(first + 1) * links - 1 : stop * links : links]
-        return np.array(list(map(self._key_of_hash.get, names, repeat(0))), np.int32)
-
-    def _blocks(self, group: int, hashes: Sequence[bytes], hit: int) -> np.ndarray:
-        spec = self._groups[group]
-        first, end = first_needed_block(spec, hit), hit // spec.block_size
-        ids = np.zeros(end, np.int32)
-        ids[first:] = self._block_of_key[group, self._keys(spec, hashes, first, end)]
-        return ids
+    def _blocks(self, view: _View, keys: np.ndarray) -> np.ndarray:
+        """Read the blocks that a view's groups have under `keys`: [groups of the view, len(keys)], 0 for none."""
+        return self._block_of_cell[keys * self._num_groups + view.groups[:, None]]
 
     def record(self, num_tokens: int, hit: int, resumed: bool) -> None:
         """Count an admission, not an attempt: a request of num_tokens of which `hit` were cached."""
@@ -205,27 +223,51 @@ class PrefixCache:
         Shapes: hashes [n]; block_ids [num_groups, n] int32, the block of each group that ends where that link ends, or
         0 for none.
         """
-        some = block_ids.any(axis=0)
-        if not some.all():
-            hashes = [hashes[i] for i in np.flatnonzero(some).tolist()]
-            block_ids = block_ids[:, some]
-        n = len(hashes)
-        if not n:
+        ids = block_ids.astype(np.intp)
+        complete = np.count_nonzero(ids) == ids.size
+        if not complete:
+            some = ids.any(axis=0)
+            hashes, ids = [hashes[i] for i in np.flatnonzero(some).tolist()], ids[:, some]
+        if not hashes:
             return
-        for h, column in zip(hashes, block_ids.T.tolist(), strict=True):
-            key = self._key_of_hash.get(h)
-            if key is None:
-                if not any(b and not self._pool.named[b] for b in column):
-                    continue
-                key = self._free_keys.pop()
-                self._key_of_hash[h] = key
-                self._hash_of_key[key] = h
-            for group, block in enumerate(column):
-                if block and not self._block_of_key[group, key] and not self._pool.named[block]:
-                    self._block_of_key[group, key] = block
-                    self._key_of_block[block] = key
-                    self._group_of_block[block] = group
-                    self._pool.named[block] = True
+        lacking = len(hashes) - len(self._free_keys)
+        if lacking > 0:
+            self._make_keys(lacking)
+        offered = self._free_keys[-len(hashes) :]
+        keys = list(map(self._key_of_hash.setdefault, hashes, offered))
+        if keys == offered:
+            del self._free_keys[-len(hashes) :]
+            self._hash_of_key.update(zip(keys, hashes, strict=True))
+        else:
+            new = list(map(eq, keys, offered))
+            self._free_keys[-len(hashes) :] = compress(offered, map(not_, new))
+            self._hash_of_key.update(compress(zip(keys, hashes, strict=True), new))
+        cells = np.array(keys, np.intp) * self._num_groups + self._offsets
+        if complete and keys == offered:
+            self._name(cells, ids)
+        else:
+            vacant = (ids > 0) & (self._block_of_cell[cells] == 0)
+            cells, ids = cells[vacant], ids[vacant]
+            # Of two blocks with one name the first keeps it: marked last, it is the one found there.
+            place = np.arange(len(cells), dtype=np.int32)
+            self._block_of_cell[cells[::-1]] = place[::-1]
+            first = self._block_of_cell[cells] == place
+            self._name(cells[first], ids[first])
+
+    def _make_keys(self, count: int) -> None:
+        self._free_keys += range(self._next_key, self._next_key + count)
+        self._next_key += count
+        lacking = self._next_key * self._num_groups - len(self._block_of_cell)
+        if lacking > 0:
+            self._block_of_cell = np.concatenate((self._block_of_cell, np.zeros(lacking, np.int32)))
+
+    def _name(self, cells: np.ndarray, ids: np.ndarray) -> None:
+        """Know blocks by cells: all distinct, the blocks held and nameless."""
+        pool = self._pool
+        assert np.count_nonzero(pool.names[ids]) == 0, "a block cannot be known by two names"
+        assert np.count_nonzero(pool.ref_counts[ids]) == ids.size, "a free block cannot get a name"
+        self._block_of_cell[cells] = ids
+        pool.names[ids] = cells
 
     def reset(self) -> bool:
         """Forget every name. False, and nothing changed, while any block is referenced."""
@@ -233,29 +275,29 @@ class PrefixCache:
             return False
         self._pool.drop_names()
         self._key_of_hash.clear()
-        self._hash_of_key = [b""] * len(self._hash_of_key)
-        self._free_keys = list(range(self._pool.usable, 0, -1))
-        self._block_of_key[:] = 0
-        self._key_of_block[:] = 0
+        self._hash_of_key.clear()
+        self._free_keys = []
+        self._next_key = 1
+        self._block_of_cell[:] = 0
         return True
 
     def names_of(self, ids: np.ndarray) -> list[tuple[int, bytes] | None]:
         """Tell each block's name, (group, hash), or None. For tests and explanations."""
         return [
-            (int(self._group_of_block[block]), self._hash_of_key[self._key_of_block[block]])
-            if self._key_of_block[block]
-            else None
-            for block in ids.tolist()
+            (cell % self._num_groups, self._hash_of_key[cell // self._num_groups]) if cell else None
+            for cell in self._pool.names[ids].tolist()
         ]
 
     def _forget(self, ids: np.ndarray) -> None:
-        """Drop the names of blocks that are being reused, and each hash that no group's block is known by any more."""
-        keys = self._key_of_block[ids]
-        self._block_of_key[self._group_of_block[ids], keys] = 0
-        self._key_of_block[ids] = 0
+        """Forget blocks that are being reused, and each hash by which no group's block is known any more."""
+        cells = self._pool.names[ids].astype(np.intp)
+        self._block_of_cell[cells] = 0
         self.num_evicted += len(ids)
-        gone = keys[~self._block_of_key[:, keys].any(axis=0)]
-        for key in set(gone.tolist()):
-            del self._key_of_hash[self._hash_of_key[key]]
-            self._hash_of_key[key] = b""
-            self._free_keys.append(key)
+        keys = cells // self._num_groups
+        if self._num_groups > 1:
+            left = self._block_of_cell.reshape(-1, self._num_groups)[keys].any(axis=1)
+            keys = keys[~left]
+        gone = list(dict.fromkeys(keys.tolist()))
+        for name in map(self._hash_of_key.pop, gone):
+            del self._key_of_hash[name]
+        self._free_keys += gone
