@@ -1,4 +1,4 @@
-"""Who holds which KV blocks: what an admission may take, growth, what a window lets go, what an ended request still has.
+"""Who holds which KV blocks: what an admission may take, growth, what a window lets go, what is held without a row.
 
 Joins the pool, the rows' block tables and the prefix cache. Decides nobody's turn (`scheduler.py`) and names no block
 (`publishing.py`).
@@ -74,7 +74,7 @@ class KVMemory:
             idle = np.count_nonzero((self.pool.ref_counts[ids] == 0) & (ids > 0)) if len(ids) else 0
             own = blocks_needed(length, spec.block_size) - len(ids) + idle
             total += min(own, most_blocks(spec, length, self._max_in_flight))
-        return total
+        return int(total)
 
     def promised(self, table: RequestTable, growth: Growth) -> int:
         """Count the blocks that running, partly computed prompts still need once this step's growth is taken."""

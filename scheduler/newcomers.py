@@ -12,7 +12,7 @@ from .request import Request
 
 
 def admissions_of(requests: Sequence[Request], hits: Sequence[Hit]) -> Admissions:
-    """Describe newcomers and the blocks of their cached tokens; what they compute travels as growth, like everyone's."""
+    """Describe newcomers and the blocks of their cached tokens; all others travel as growth, like everyone's."""
     count = len(requests)
 
     def column(values: Iterable[float], dtype: type = np.int32) -> np.ndarray:

@@ -39,7 +39,7 @@ class SameWindow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """The rows that grow in a step, for each of `RowBlocks.sizes`: rows [n], counts [n] int32 for each of its groups."""
+    """The rows that grow in a step, for each of `RowBlocks.sizes`: rows and counts [n] int32, for each group of it."""
 
     rows: tuple[np.ndarray, ...]
     counts: tuple[np.ndarray, ...]

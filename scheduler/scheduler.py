@@ -368,10 +368,8 @@ class Scheduler:
         if self.memory.caching:
             publish_rows(self.cache, self.blocks, self.table, rows, starts, ends)
         version = self.table.version
-        if samples.all():
-            columns = self._append(rows, own_tokens)
-        else:
-            columns = self._append(rows[samples], own_tokens[samples])
+        some = slice(None) if samples.all() else samples
+        columns = self._append(rows[some], own_tokens[some])
         if self.blocks.windows:
             if self.table.version != version:  # some have ended, and all of theirs is back
                 running = self.table.live[rows]
