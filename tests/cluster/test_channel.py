@@ -61,7 +61,7 @@ class CountingExecutor:
         self.sleep_s = sleep_s
         self.seen: list[int] = []
 
-    def execute(self, step: SchedulerOutput) -> StepResult:
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
         if not self.seen:
             time.sleep(self.sleep_s)
         self.seen.append(int(step.freed_rows[0]))

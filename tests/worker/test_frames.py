@@ -47,7 +47,7 @@ class Tables:
         self.state = state
         self.applied = 0
 
-    def execute(self, step: SchedulerOutput) -> StepResult:
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
         self.state.apply(step)
         self.applied += 1
         return StepResult(tokens=np.empty(0, np.int32))
