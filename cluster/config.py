@@ -55,6 +55,7 @@ class EngineSpec:
     worker: the keyword arguments of `worker.config.WorkerConfig` but rank and world_size, kept as a plain dict because
         of cluster/ only `worker_actor.py` knows that class.
     model_dir: a Hugging Face folder readable on every node. model_name: what the user called it.
+    record: where the scheduler's node keeps every frame and result, or None.
     """
 
     cluster: ClusterConfig
@@ -62,3 +63,4 @@ class EngineSpec:
     model_dir: str
     model_name: str
     worker: dict[str, Any] = field(default_factory=dict)
+    record: str | None = None

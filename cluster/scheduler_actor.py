@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import (
 
 from .. import __version__
 from ..scheduler.kv_groups import KVGroupSpec, agree_on_groups
+from ..scheduler.recording import Recorder, open_recorder
 from .config import RAY_NAMESPACE, STOPPED, EngineSpec
 from .front import FrontActor, FrontConfig
 from .network import LOOPBACK, meeting_host
@@ -66,6 +67,7 @@ class SchedulerActor:
         self._workers: list[Any] = []
         self._front: Any = None
         self._group: WorkerGroup | None = None
+        self._recorder: Recorder | None = None
         self._ready_at = 0.0
         self._pids = {"scheduler": os.getpid()}
 
@@ -106,6 +108,8 @@ class SchedulerActor:
             group = self._group
         if group is not None:
             status |= group.snapshot()
+        if self._recorder is not None:
+            status["recording"] = self._recorder.describe()
         return status
 
     def ended(self, timeout_s: float | None = None) -> str | None:
@@ -153,6 +157,10 @@ class SchedulerActor:
 
     def _start_in_order(self, handle: Any) -> None:
         spec, num_ranks = self._spec, self._spec.cluster.tensor_parallel_size
+        if (
+            spec.record is not None
+        ):  # first: a file that cannot be written to is known before a model is loaded
+            self._recorder = open_recorder(spec.record)
         ranks = f"{num_ranks} worker{'s' if num_ranks > 1 else ''}"
 
         began = time.monotonic()
@@ -172,7 +180,9 @@ class SchedulerActor:
         self._done("allocate and warm up", began)
 
         began = time.monotonic()
-        group = WorkerGroup(spec, groups, num_blocks, host, on_failure=self._fail)
+        group = WorkerGroup(
+            spec, groups, num_blocks, host, on_failure=self._fail, recorder=self._recorder
+        )
         with self._lock:
             self._group = group
         self._check_not_stopped()

@@ -18,6 +18,7 @@ import zmq
 from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.loop import SchedulerLoop, WorkerGroupError
 from ..scheduler.messages import encode_error
+from ..scheduler.recording import Life, Recorder
 from ..scheduler.scheduler import Scheduler
 from .channel import GroupAddresses, PublishPullChannel, RouterFronts, Waiter, report_once
 from .config import EngineSpec
@@ -40,8 +41,10 @@ class WorkerGroup:
         host: str,
         *,
         on_failure: Callable[[Exception], None],
+        recorder: Recorder | None = None,
     ) -> None:
         self._spec = spec
+        self._recorder = recorder
         self._scheduler = Scheduler(spec.scheduler, groups, num_blocks)
         self._host = host
         self._on_failure = on_failure
@@ -105,10 +108,20 @@ class WorkerGroup:
                 num_ranks=num_ranks,
                 ready_timeout_s=cluster.ready_timeout_s,
                 step_deadline_s=cluster.step_deadline_s,
+                recorder=self._recorder,
             )
             self._addresses, self.fronts_address = workers.addresses, fronts.address
             self._loop, self._waiter = loop, waiter
             self._bound.set()
+            if self._recorder is not None:
+                self._recorder.life(
+                    Life.of(
+                        self._scheduler,
+                        epoch=self.epoch,
+                        model=self._spec.model_name,
+                        world_size=num_ranks,
+                    )
+                )
             loop.handshake()
             self._joined.set()
             loop.run()

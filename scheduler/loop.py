@@ -37,9 +37,9 @@ from .scheduler import Scheduler
 class Recorder(Protocol):
     """Whoever keeps every counted frame and every result, in the order in which they passed."""
 
-    def frame(self, frame: bytes) -> None: ...
+    def frame(self, sequence: int, message: bytes) -> None: ...
 
-    def result(self, result: bytes) -> None: ...
+    def result(self, sequence: int, message: bytes) -> None: ...
 
 
 class FrontsChannel(Protocol):
@@ -177,16 +177,23 @@ class SchedulerLoop:
         """Ask `run` to end, from any thread. The caller wakes `wait` itself."""
         self._stopping.set()
 
-    def snapshot(self) -> dict[str, int]:
-        """Count what goes on, from any thread."""
+    def snapshot(self) -> dict[str, int | str]:
+        """Count what goes on, from any thread.
+
+        prefix_cache_queries: tokens that requests came with at their first admission; prefix_cache_hits: those of them
+        that were not computed.
+        """
         scheduler = self._scheduler
         return {
+            "policy": scheduler.config.scheduling_policy,
             "running": scheduler.num_running,
             "waiting": len(scheduler.waiting),
             "free_blocks": scheduler.pool.num_free,
             "usable_blocks": scheduler.pool.usable,
             "steps": scheduler.num_steps,
             "preemptions": scheduler.num_preemptions,
+            "prefix_cache_queries": scheduler.cache.stats.queries,
+            "prefix_cache_hits": scheduler.cache.stats.hits,
             "in_flight": scheduler.num_in_flight,
             "tokens_computed": scheduler.num_tokens_computed,
             "tokens_out": scheduler.num_tokens_out,
@@ -274,7 +281,7 @@ class SchedulerLoop:
 
     def _send_counted(self, frame: bytes) -> None:
         if self._recorder is not None:
-            self._recorder.frame(frame)
+            self._recorder.frame(self._sequence, frame)
         self._workers.send(frame)
 
     def _send_outputs(self) -> None:
@@ -312,7 +319,7 @@ class SchedulerLoop:
                     f"a worker calls itself rank {report.rank}, expected 0 to {self._num_ranks - 1}"
                 )
             if self._recorder is not None and report.kind is ResultKind.RESULT:
-                self._recorder.result(message)
+                self._recorder.result(report.sequence, message)
             return report
         return None
 

@@ -26,7 +26,9 @@ from typing import Any
 
 import msgpack
 
+from .. import __version__
 from .kv_groups import AttentionKind, KVGroupSpec
+from .scheduler import Scheduler
 
 MAGIC = b"rowcast recording 1\n"
 _FIELDS = struct.Struct("<BQII")
@@ -59,6 +61,24 @@ class Life:
     max_model_len: int
     num_blocks: int
     groups: tuple[KVGroupSpec, ...]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, *, epoch: int, model: str, world_size: int) -> Life:
+        """The life of the group that takes this scheduler's steps."""
+        config = scheduler.config
+        return cls(
+            epoch=epoch,
+            version=__version__,
+            model=model,
+            world_size=world_size,
+            depth=config.depth,
+            vocab_size=config.vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            num_blocks=scheduler.pool.usable + 1,
+            groups=scheduler.groups,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +144,10 @@ class Recorder:
         """Note a result that was taken."""
         self._append(RecordKind.RESULT, sequence, message)
 
+    def describe(self) -> str:
+        """Say how the recording goes, from any thread."""
+        return self.error or f"{self.path}, {self.num_bytes} bytes so far"
+
     def close(self) -> None:
         """End the recording. Twice is fine."""
         if self._fd is not None:
@@ -145,6 +169,14 @@ class Recorder:
             self.close()
             return
         self.num_bytes += len(data)
+
+
+def open_recorder(path: str | Path) -> Recorder:
+    """Begin or continue a recording. Raises: ValueError, one sentence, if that file cannot be written to."""
+    try:
+        return Recorder(path)
+    except OSError as error:
+        raise ValueError(f"cannot record to {path}: {error.strerror or error}") from None
 
 
 class Recording:
