@@ -532,10 +532,10 @@ def test_a_rank_whose_digest_differs_is_named_and_its_token_is_not_delivered(ran
 
 
 def test_a_recorder_sees_every_counted_frame_and_every_result():
-    seen: list[tuple[str, bytes]] = []
+    seen: list[tuple[str, int, bytes]] = []
     recorder = SimpleNamespace(
-        frame=lambda frame: seen.append(("frame", frame)),
-        result=lambda result: seen.append(("result", result)),
+        frame=lambda sequence, message: seen.append(("frame", sequence, message)),
+        result=lambda sequence, message: seen.append(("result", sequence, message)),
     )
     rig = started(recorder=recorder)
     rig.submit(1)
@@ -543,9 +543,11 @@ def test_a_recorder_sees_every_counted_frame_and_every_result():
     rig.loop.stop()
     rig.loop.run()
     sent = [frame for frame in rig.workers.sent if decode_frame(frame).sequence]
-    assert [frame for kind, frame in seen if kind == "frame"] == sent
-    kinds = [kind for kind, _ in seen]
-    assert kinds == ["frame", "result"] * 4 + ["frame"]
+    assert [message for kind, _, message in seen if kind == "frame"] == sent
+    kinds = [(kind, sequence) for kind, sequence, _ in seen]
+    assert kinds == [(kind, n) for n in (1, 2, 3, 4) for kind in ("frame", "result")] + [
+        ("frame", 5)
+    ]
 
 
 def test_a_result_without_a_step_is_a_bad_frame():
@@ -632,12 +634,15 @@ def test_the_snapshot_counts_what_happened():
     }.items() <= rig.loop.snapshot().items()
     rig.turns(4)
     assert rig.loop.snapshot() == {
+        "policy": "fcfs",
         "running": 0,
         "waiting": 0,
         "free_blocks": 40,
         "usable_blocks": 40,
         "steps": 3,
         "preemptions": 0,
+        "prefix_cache_queries": 3,
+        "prefix_cache_hits": 0,
         "in_flight": 0,
         "tokens_computed": 4,
         "tokens_out": 2,
