@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cluster.config import ClusterConfig, EngineSpec
-from ..scheduler.config import SchedulerConfig
+from ..scheduler.config import SCHEDULING_POLICIES, SchedulerConfig
 from ..worker.config import WorkerConfig
 from .models import default_cache_home, resolve_model
 
@@ -87,6 +87,10 @@ class EngineOptions:
         request, prompt and outputs together; None takes the model's own.
     kv_cache_memory: bytes a rank, or text such as "512MiB"; None takes what gpu_memory_utilization leaves on a GPU, 512
         MiB on a CPU. num_threads: a rank's CPU threads; None divides this machine's cores among the ranks.
+    enable_prefix_caching: find the blocks of earlier prompts again. scheduling_policy: who is next, "fcfs" (by
+        arrival), "priority" (the most urgent) or "fair" (the least served user).
+    long_prefill_token_threshold: prompt tokens of one request a step while others are there, so that a short prompt
+        passes a long one; 0 is no cap, None half of max_num_batched_tokens. depth: steps under way at once.
     name tells engines on one Ray cluster apart.
 
     Raises: ValueError naming the option, what it may be and what it was.
@@ -104,6 +108,10 @@ class EngineOptions:
     kernel_backend: str = "auto"
     device: str = "auto"
     num_threads: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    long_prefill_token_threshold: int | None = None
+    depth: int = 2
     name: str = "default"
 
     def __post_init__(self) -> None:
@@ -115,9 +123,10 @@ class EngineOptions:
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
+            "depth",
         ):
             object.__setattr__(self, name, _whole(name, getattr(self, name)))
-        for name in ("max_model_len", "num_threads"):
+        for name in ("max_model_len", "num_threads", "long_prefill_token_threshold"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _whole(name, getattr(self, name)))
         if self.kv_cache_memory is not None:
@@ -127,6 +136,15 @@ class EngineOptions:
         if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
         object.__setattr__(self, "gpu_memory_utilization", float(share))
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(
+                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
+            )
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise ValueError(
+                f"scheduling_policy must be one of {', '.join(SCHEDULING_POLICIES)}, "
+                f"got {self.scheduling_policy!r}"
+            )
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string, got {self.name!r}")
         # These two classes own the remaining rules; made here so that a mistake is refused before the model is found.
@@ -143,6 +161,7 @@ class EngineOptions:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_cache_memory": self.kv_cache_memory,
             "gpu_memory_utilization": self.gpu_memory_utilization,
+            "depth": self.depth,
             "num_threads": self.num_threads or max(1, usable_cores() // self.tensor_parallel_size),
         }
 
@@ -153,6 +172,8 @@ _RANGES = {
     "max_num_seqs": (1, MAX_NUM_SEQS),
     "max_num_batched_tokens": (1, 2**20),
     "max_model_len": (2, 2**31 - 1),  # a prompt token and an output
+    "long_prefill_token_threshold": (0, 2**31 - 1),
+    "depth": (1, 64),  # each step under way keeps its batch in memory; more than 2 gains nothing
 }
 
 
@@ -184,6 +205,14 @@ class EnginePlan:
             max_model_len=self.max_model_len,
             max_num_seqs=self.options.max_num_seqs,
             max_num_batched_tokens=self.options.max_num_batched_tokens,
+            depth=self.options.depth,
+            prefix_caching=self.options.enable_prefix_caching,
+            long_prefill_token_threshold=(
+                self.options.max_num_batched_tokens // 2
+                if self.options.long_prefill_token_threshold is None
+                else self.options.long_prefill_token_threshold
+            ),
+            scheduling_policy=self.options.scheduling_policy,
             eos_token_ids=tuple(self.model_config.eos_token_ids),
         )
 

@@ -209,7 +209,7 @@ class EmbeddedEngine:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        options: RequestOptions,
+        options: RequestOptions | None = None,
         *,
         prompt: str | None,
         request_id: str | None = None,
@@ -222,6 +222,7 @@ class EmbeddedEngine:
         # One that no caller would choose: a made-up name must never clash with one that somebody gave.
         made_up = f"{self._client_uuid.hex()[:12]}-{number}"
         name = made_up if request_id is None else request_id
+        said = options or RequestOptions()
         submit = Submit(
             number=number,
             submit_key=make_submit_key(self._client_uuid, number),
@@ -229,9 +230,9 @@ class EmbeddedEngine:
             prompt_token_ids=np.array(prompt_token_ids, np.int32),
             seed=random.SystemRandom().randint(0, MAX_SEED) if params.seed is None else params.seed,
             params=params,
-            priority=options.priority,
-            user=options.user,
-            cache_salt=options.cache_salt,
+            priority=said.priority,
+            user=said.user,
+            cache_salt=said.cache_salt,
         )
         try:
             self._door.check(_FRONT, submit)

@@ -35,6 +35,10 @@ def throughput(
     device: o.Device = "auto",
     kernel_backend: o.KernelBackend = "auto",
     num_threads: o.NumThreads = None,
+    enable_prefix_caching: o.PrefixCaching = o.DEFAULT_PREFIX_CACHING,
+    scheduling_policy: o.SchedulingPolicy = o.DEFAULT_SCHEDULING_POLICY,
+    long_prefill_token_threshold: o.LongPrefillTokenThreshold = None,
+    depth: o.Depth = o.DEFAULT_DEPTH,
     as_json: o.AsJson = False,
 ) -> None:
     """Tokens a second on random prompts, greedy, end of text ignored."""
@@ -57,6 +61,10 @@ def throughput(
         device=device,
         kernel_backend=kernel_backend,
         num_threads=num_threads,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduling_policy=scheduling_policy,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        depth=depth,
         console=Console(stderr=True),
     ) as llm:
         figures = measure(

@@ -40,6 +40,10 @@ def serve(
     device: o.Device = "auto",
     kernel_backend: o.KernelBackend = "auto",
     num_threads: o.NumThreads = None,
+    enable_prefix_caching: o.PrefixCaching = o.DEFAULT_PREFIX_CACHING,
+    scheduling_policy: o.SchedulingPolicy = o.DEFAULT_SCHEDULING_POLICY,
+    long_prefill_token_threshold: o.LongPrefillTokenThreshold = None,
+    depth: o.Depth = o.DEFAULT_DEPTH,
 ) -> None:
     """Bring up an engine on a Ray cluster, say when it is ready, and stop it on Ctrl-C."""
     began = time.monotonic()
@@ -62,6 +66,10 @@ def serve(
         device=device,
         kernel_backend=kernel_backend,
         num_threads=num_threads,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduling_policy=scheduling_policy,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        depth=depth,
         name=name,
     )
     environment = Environment.read()
@@ -128,11 +136,18 @@ def status(name: o.Name = "default", address: o.Address = None, as_json: o.AsJso
         f"engine {found['name']}: {found['state']}, {found['model']}, up {found['uptime_s']:.0f} s"
     )
     table = Table(box=None, show_header=False, pad_edge=False)
-    hidden = {"name", "state", "model", "uptime_s", "stages"}
+    hidden = {"name", "state", "model", "uptime_s", "stages", "prefix_cache_queries"}
     for key, value in found.items():
+        if key == "prefix_cache_hits":
+            value = _share(value, found["prefix_cache_queries"])
         if key not in hidden and value is not None:
             table.add_row(key.replace("_", " "), str(value))
     Console().print(table)
+
+
+def _share(hits: int, queries: int) -> str:
+    """Say what the prefix cache had, in tokens."""
+    return f"{hits} of {queries} prompt tokens" + (f" ({hits / queries:.1%})" if queries else "")
 
 
 def stop(name: o.Name = "default", address: o.Address = None) -> None:

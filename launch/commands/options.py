@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...scheduler.config import SchedulerConfig
+from ...scheduler.config import SCHEDULING_POLICIES, SchedulerConfig
 from ...worker.config import DEVICES, DTYPES, KERNEL_BACKENDS, WorkerConfig
 
 
@@ -20,6 +20,9 @@ def _default(config: type, field: str) -> Any:
 
 DEFAULT_MAX_NUM_SEQS: int = _default(SchedulerConfig, "max_num_seqs")
 DEFAULT_MAX_NUM_BATCHED_TOKENS: int = _default(SchedulerConfig, "max_num_batched_tokens")
+DEFAULT_PREFIX_CACHING: bool = _default(SchedulerConfig, "prefix_caching")
+DEFAULT_SCHEDULING_POLICY: str = _default(SchedulerConfig, "scheduling_policy")
+DEFAULT_DEPTH: int = _default(SchedulerConfig, "depth")
 DEFAULT_BLOCK_SIZE: int = _default(WorkerConfig, "block_size")
 DEFAULT_GPU_MEMORY_UTILIZATION: float = _default(WorkerConfig, "gpu_memory_utilization")
 
@@ -91,6 +94,35 @@ NumThreads = Annotated[
         metavar="N",
         help="CPU threads of each rank [default: this machine's cores, divided among the ranks]",
         show_default=False,
+    ),
+]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Find the beginning of an earlier prompt again instead of computing it",
+    ),
+]
+SchedulingPolicy = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(SCHEDULING_POLICIES),
+        help="Who is next: by arrival, the most urgent request, or the least served user",
+    ),
+]
+LongPrefillTokenThreshold = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Prompt tokens of one request a step while others are there, so that short prompts pass long ones; "
+        "0 is no cap [default: half of --max-num-batched-tokens]",
+        show_default=False,
+    ),
+]
+Depth = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Steps under way at once: 2 plans the next one while one is computed"
     ),
 ]
 Address = Annotated[

@@ -63,13 +63,13 @@ def test_run_refuses(command_line, tiny, options, says):
 
 
 def test_an_unknown_model(command_line):
-    assert "unknown model 'gpt-17'; known names: smollm2-135m" in refused(
+    assert "unknown model 'gpt-17'; known names: gemma-3-270m, smollm2-135m" in refused(
         command_line, "run", "gpt-17", "-p", "hello"
     )
 
 
 def test_a_name_that_cannot_be_pulled(command_line):
-    assert "known names: smollm2-135m" in refused(command_line, "pull", "gpt-17")
+    assert "known names: gemma-3-270m, smollm2-135m" in refused(command_line, "pull", "gpt-17")
 
 
 def test_a_folder_without_weights(command_line, tmp_path):

@@ -91,6 +91,15 @@ def test_other_sizes_are_refused(text):
         ("gpu_memory_utilization", 1.5, "gpu_memory_utilization must be"),
         ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization must be"),
         ("kv_cache_memory", "lots", "kv_cache_memory must be"),
+        ("depth", 0, "depth must be a whole number, at least 1, got 0"),
+        ("depth", 65, "depth must be a whole number, at most 64, got 65"),
+        ("long_prefill_token_threshold", -1, "long_prefill_token_threshold must be a whole number"),
+        ("enable_prefix_caching", 1, "enable_prefix_caching must be True or False, got 1"),
+        (
+            "scheduling_policy",
+            "lottery",
+            "scheduling_policy must be one of fcfs, priority, fair, got 'lottery'",
+        ),
         ("dtype", "int3", "dtype must be one of auto, float32, bfloat16, float16"),
         ("kernel_backend", "magic", "kernel_backend must be one of"),
         ("device", "tpu", "device must be one of"),
@@ -143,12 +152,19 @@ def test_every_part_gets_what_was_said(folder, environment):
         kv_cache_memory="3MiB",
         dtype="float32",
         num_threads=1,
+        enable_prefix_caching=False,
+        scheduling_policy="fair",
+        long_prefill_token_threshold=7,
+        depth=3,
         name="one",
     )
     plan = plan_engine(options, environment)
     assert (plan.scheduler.max_num_seqs, plan.scheduler.max_num_batched_tokens) == (5, 33)
     assert (plan.scheduler.vocab_size, plan.scheduler.max_model_len) == (96, 100)
     assert sorted(plan.scheduler.eos_token_ids) == [0, 2]
+    assert (plan.scheduler.prefix_caching, plan.scheduler.scheduling_policy) == (False, "fair")
+    assert plan.scheduler.long_prefill_token_threshold == 7
+    assert plan.scheduler.depth == plan.worker.depth == 3
     spec = plan.engine_spec
     assert (spec.cluster.name, spec.cluster.tensor_parallel_size) == ("one", 3)
     assert spec.worker["kv_cache_memory"] == 3 * 2**20
@@ -157,6 +173,18 @@ def test_every_part_gets_what_was_said(folder, environment):
     assert spec.worker["model_dir"] == spec.model_dir == str(folder)
     assert "rank" not in spec.worker
     assert "world_size" not in spec.worker
+
+
+def test_one_prompt_takes_half_of_a_step_unless_told_otherwise(folder, environment):
+    """S19: with no cap a request of 100 tokens waits behind one of 100,000."""
+
+    def cap(**options) -> int:
+        plan = plan_engine(EngineOptions(model=str(folder), **options), environment)
+        return plan.scheduler.long_prefill_token_threshold
+
+    assert cap() == 1024
+    assert cap(max_num_batched_tokens=65) == 32
+    assert cap(long_prefill_token_threshold=0) == 0
 
 
 def test_the_model_decides_its_length_when_nobody_else_does(folder, environment):

@@ -403,7 +403,7 @@ def test_a_failing_worker_ends_the_engine_with_one_sentence(model, monkeypatch):
     with make_llm(model) as llm:
         runner = llm._engine._engine._runner
 
-        def fail(step):
+        def fail(step, frame):
             raise MemoryError("no memory for 3 blocks")
 
         monkeypatch.setattr(runner, "execute", fail)

@@ -641,7 +641,7 @@ def test_the_snapshot_counts_what_happened():
         "usable_blocks": 40,
         "steps": 3,
         "preemptions": 0,
-        "prefix_cache_queries": 3,
+        "prefix_cache_queries": 0,
         "prefix_cache_hits": 0,
         "in_flight": 0,
         "tokens_computed": 4,
