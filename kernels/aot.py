@@ -87,7 +87,7 @@ def attention_configuration(
 
 
 def configurations() -> Iterator[Configuration]:
-    """One configuration a kernel; for attention decode and prefill, and float32, which must not become tf32."""
+    """One configuration a kernel; attention also in float32, which must not become tf32, with a window, with chunks."""
     yield (
         "token_inputs",
         _token_inputs_kernel,
@@ -149,14 +149,26 @@ def configurations() -> Iterator[Configuration]:
     )
     yield attention_configuration(dtype="bf16", num_tokens=32, num_reqs=32, group=3, head_dim=64)
     yield attention_configuration(dtype="bf16", num_tokens=512, num_reqs=8, group=3, head_dim=64)
-    yield attention_configuration(dtype="fp32", num_tokens=32, num_reqs=32, group=3, head_dim=64)
+    yield attention_configuration(  # Gemma 3's sliding layers
+        dtype="bf16", num_tokens=512, num_reqs=8, group=4, head_dim=256, window=512
+    )
+    yield attention_configuration(  # Llama 4's chunks
+        dtype="fp32", num_tokens=32, num_reqs=32, group=5, head_dim=128, chunk=8192
+    )
 
 
 def every_attention_shape() -> Iterator[Configuration]:
-    """Attention over the dtypes, head sizes, groups and block sizes that models have: minutes."""
+    """Attention over the dtypes, head sizes, groups, block sizes and windows that models have: minutes."""
+    shapes = (  # group, block_size, window, chunk
+        (1, 16, 0, 0),
+        (4, 16, 512, 0),
+        (7, 1, 0, 0),
+        (24, 48, 0, 8192),
+        (71, 528, 1000, 0),
+    )
     for dtype in _ITEMSIZE:
         for head_dim in (48, 64, 80, 96, 112, 128, 160, 192, 256):
-            for group, block_size in ((1, 16), (7, 1), (24, 48), (71, 528)):
+            for group, block_size, window, chunk in shapes:
                 for num_tokens in (4, 400):
                     yield attention_configuration(
                         dtype=dtype,
@@ -165,6 +177,8 @@ def every_attention_shape() -> Iterator[Configuration]:
                         group=group,
                         head_dim=head_dim,
                         block_size=block_size,
+                        window=window,
+                        chunk=chunk,
                     )
 
 
