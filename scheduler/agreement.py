@@ -28,22 +28,77 @@ class Lengths(Protocol):
     num_computed_tokens: np.ndarray
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
-    """Who runs in one step, in batch order.
+class Batch:
+    """Who runs in one step, in batch order, and how much: everything but how far each request is.
 
-    Shapes, all [num_reqs]: index_mapping int32, batch_index -> row; num_scheduled_tokens int32; num_computed_tokens
-    int32, before this step; samples bool, true where this step computes the row's last token.
+    As long as nobody comes, goes, pauses or runs more than one token, step after step has the same Batch object: what
+    a reader derives from it alone can be kept until another object comes. Its arrays are never changed.
+    Shapes, [num_reqs] but for one: index_mapping int32, batch_index -> row; rows the same, of NumPy's own index type,
+    which gathers and scatters five times faster; num_scheduled_tokens int32; samples bool, true where the step
+    computes the row's last token; query_start_loc [num_reqs + 1] int32, first 0, last num_tokens.
+    is_steady: the step had no exceptions, and every row that ran had context, ran one token and samples.
     """
 
-    index_mapping: np.ndarray
-    num_scheduled_tokens: np.ndarray
+    __slots__ = (
+        "all_sample",
+        "index_mapping",
+        "is_steady",
+        "num_reqs",
+        "num_scheduled_tokens",
+        "num_tokens",
+        "query_start_loc",
+        "rows",
+        "samples",
+    )
+
+    def __init__(
+        self,
+        index_mapping: np.ndarray,
+        num_scheduled_tokens: np.ndarray,
+        samples: np.ndarray,
+        *,
+        is_steady: bool = False,
+    ) -> None:
+        self.index_mapping = index_mapping
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.samples = samples
+        self.is_steady = is_steady
+        self.num_reqs = len(index_mapping)
+        self.rows = index_mapping.astype(np.intp)
+        self.all_sample = is_steady or bool(samples.all())
+        self.query_start_loc = np.zeros(self.num_reqs + 1, np.int32)
+        np.cumsum(num_scheduled_tokens, out=self.query_start_loc[1:])
+        self.num_tokens = int(self.query_start_loc[-1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step: its batch, and how far each of its requests is.
+
+    Shapes, all [num_reqs] int32, in batch order: num_computed_tokens before this step; seq_lens after it.
+    max_seq_len: the longest of seq_lens, 0 in an empty step.
+    """
+
+    batch: Batch
     num_computed_tokens: np.ndarray
-    samples: np.ndarray
+    seq_lens: np.ndarray
+    max_seq_len: int
 
     @property
     def num_reqs(self) -> int:
-        return len(self.index_mapping)
+        return self.batch.num_reqs
+
+    @property
+    def index_mapping(self) -> np.ndarray:
+        return self.batch.index_mapping
+
+    @property
+    def num_scheduled_tokens(self) -> np.ndarray:
+        return self.batch.num_scheduled_tokens
+
+    @property
+    def samples(self) -> np.ndarray:
+        return self.batch.samples
 
 
 def scheduled_tokens(
@@ -75,10 +130,25 @@ def batch_order(scheduled: np.ndarray, num_computed_tokens: np.ndarray) -> np.nd
 
 
 def plan_step(
-    lengths: Lengths, run_rows: np.ndarray, run_counts: np.ndarray, paused_rows: np.ndarray
+    lengths: Lengths,
+    run_rows: np.ndarray,
+    run_counts: np.ndarray,
+    paused_rows: np.ndarray,
+    previous: StepPlan | None = None,
 ) -> StepPlan:
-    """Derive the whole batch of a step from the tables and the step's exceptions."""
+    """Derive the whole batch of a step from the tables and the step's exceptions.
+
+    previous: the plan of the step before this one, if that step was carried out and no row was freed or admitted
+        since (None otherwise). A steady step then costs one addition, and has the same `batch` object.
+    """
     if not len(run_rows) and not len(paused_rows):
+        if previous is not None and previous.batch.is_steady:
+            return StepPlan(
+                batch=previous.batch,
+                num_computed_tokens=previous.seq_lens,
+                seq_lens=previous.seq_lens + 1,
+                max_seq_len=previous.max_seq_len + (previous.num_reqs > 0),
+            )
         plan = _plan_of_decodes(lengths)
         if plan is not None:
             return plan
@@ -86,26 +156,29 @@ def plan_step(
     rows = batch_order(scheduled, lengths.num_computed_tokens)
     counts = scheduled[rows]
     computed = lengths.num_computed_tokens[rows]
-    return StepPlan(
-        index_mapping=rows,
-        num_scheduled_tokens=counts,
-        num_computed_tokens=computed,
-        samples=computed + counts == lengths.num_tokens[rows],
-    )
+    seq_lens = computed + counts
+    batch = Batch(rows, counts, samples=seq_lens == lengths.num_tokens[rows])
+    return _plan(batch, computed, seq_lens)
 
 
 def _plan_of_decodes(lengths: Lengths) -> StepPlan | None:
-    """The same for the steady step, in a third of the time: no exceptions, and all that run have context."""
+    """The same for a step without exceptions in which all that run have context, in a third of the time."""
     default = lengths.live & (lengths.num_tokens - lengths.num_computed_tokens == 1)
-    rows = np.flatnonzero(default).astype(np.int32)
+    rows = np.flatnonzero(default)
     computed = lengths.num_computed_tokens[rows]
     if not computed.all():
         return None
+    ones = np.ones(len(rows), np.int32)
+    batch = Batch(rows.astype(np.int32), ones, ones.astype(bool), is_steady=True)
+    return _plan(batch, computed, computed + 1)
+
+
+def _plan(batch: Batch, computed: np.ndarray, seq_lens: np.ndarray) -> StepPlan:
     return StepPlan(
-        index_mapping=rows,
-        num_scheduled_tokens=np.ones(len(rows), np.int32),
+        batch=batch,
         num_computed_tokens=computed,
-        samples=np.ones(len(rows), bool),
+        seq_lens=seq_lens,
+        max_seq_len=int(seq_lens.max()) if len(seq_lens) else 0,
     )
 
 
@@ -118,19 +191,15 @@ def derive_growth(
     at least 1 each): grown_block_ids holds counts[0] ids for rows[0], then counts[1] for rows[1], ...
     Example: block_size 16, row 7 holds 2 blocks, 32 tokens computed, runs 1 -> grows by 1.
     """
-    needed = blocks_needed(plan.num_computed_tokens + plan.num_scheduled_tokens, block_size)
-    missing = needed - num_blocks[plan.index_mapping]
-    grows = np.flatnonzero(missing > 0)
-    rows = plan.index_mapping[grows]
-    order = np.argsort(rows)
-    return rows[order], missing[grows][order].astype(np.int32)
-
-
-def query_start_loc(plan: StepPlan) -> np.ndarray:
-    """Where each request's tokens start in the flat batch: [num_reqs + 1] int32, first 0, last num_tokens."""
-    starts = np.zeros(plan.num_reqs + 1, np.int32)
-    np.cumsum(plan.num_scheduled_tokens, out=starts[1:])
-    return starts
+    batch = plan.batch
+    held = num_blocks[batch.rows]
+    grows = np.flatnonzero(plan.seq_lens > held * block_size)
+    rows = batch.index_mapping[grows]
+    counts = blocks_needed(plan.seq_lens[grows], block_size) - held[grows]
+    if not batch.is_steady:  # a steady batch is in row order already
+        order = np.argsort(rows)
+        rows, counts = rows[order], counts[order]
+    return rows, counts
 
 
 # ---------------------------------------------------------------- digest
@@ -201,8 +270,8 @@ class TableDigest:
     def begin(self, plan: StepPlan) -> None:
         """Fold everything of a step but its frame."""
         values = [
-            _fold(plan.index_mapping.tobytes()),
-            _fold(query_start_loc(plan).tobytes()),
+            _fold(plan.batch.index_mapping.tobytes()),
+            _fold(plan.batch.query_start_loc.tobytes()),
             self._fold_rows(self._parts[self._step % _PERIOD]),
         ]
         if self._step >= self._depth and self._sampled:

@@ -71,6 +71,7 @@ class WorkerState:
             depth=depth,
         )
         self.changes: TableChanges | None = None
+        self._previous: StepPlan | None = None  # the latest step that was committed
 
     @property
     def max_num_seqs(self) -> int:
@@ -99,12 +100,13 @@ class WorkerState:
             )
         lengths: Lengths = self.requests
         held = self.block_tables.num_blocks
+        previous = self._previous
         if len(step.freed_rows) or step.admissions is not None:
             forecast = self._forecast(step)
-            lengths, held = forecast, forecast.num_blocks
+            lengths, held, previous = forecast, forecast.num_blocks, None
         if len(step.run_rows) or len(step.paused_rows):
             check_exceptions(step, lengths)
-        plan = plan_step(lengths, step.run_rows, step.run_counts, step.paused_rows)
+        plan = plan_step(lengths, step.run_rows, step.run_counts, step.paused_rows, previous)
         self._check_room(plan, lengths)
         growth = []
         for group, block_ids in enumerate(step.grown_block_ids):
@@ -133,25 +135,27 @@ class WorkerState:
         """
         assert len(tokens) == plan.num_reqs, (len(tokens), plan.num_reqs)
         self.digests.sampled(tokens)
-        requests = self.requests
-        # NumPy scatters five times faster by its own index type than by int32.
-        rows = plan.index_mapping.astype(np.intp)
-        ends = plan.num_computed_tokens + plan.num_scheduled_tokens
-        if plan.samples.all():
-            sampling_rows, sampling_ends = rows, ends
-        else:
-            sampling_rows, sampling_ends = rows[plan.samples], ends[plan.samples]
-            tokens = tokens[plan.samples]
-        if len(tokens):
-            assert tokens.min() >= 0, int(tokens.min())
-            assert tokens.max() < self.vocab_size, (int(tokens.max()), self.vocab_size)
-        requests.num_computed_tokens[rows] = ends
-        # A row that samples has computed all it had, so its token's position is `ends`.
-        requests.token_ids[sampling_rows, sampling_ends] = tokens
-        requests.num_tokens[sampling_rows] = sampling_ends + 1
+        requests, batch = self.requests, plan.batch
+        rows, seq_lens = batch.rows, plan.seq_lens
+        # Added to, not set from the plan: a count that has gone wrong stays wrong, and is found by its digest.
+        requests.num_computed_tokens[rows] += batch.num_scheduled_tokens
         if self.changes is not None:
             self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
-            self.changes.add(table_changes.TOKEN_IDS, sampling_rows, sampling_ends)
+        if not batch.all_sample:
+            rows, seq_lens, tokens = (
+                rows[batch.samples],
+                seq_lens[batch.samples],
+                tokens[batch.samples],
+            )
+        if len(tokens):
+            highest = int(tokens.view(np.uint32).max())  # a negative one is very high
+            assert highest < self.vocab_size, (highest, self.vocab_size)
+        # A row that samples has computed all it had, so its token's position is its length now.
+        requests.token_ids[rows, seq_lens] = tokens
+        requests.num_tokens[rows] += 1
+        if self.changes is not None:
+            self.changes.add(table_changes.TOKEN_IDS, rows, seq_lens)
+        self._previous = plan
 
     # ---------------------------------------------------------------- checking
 
@@ -174,6 +178,7 @@ class WorkerState:
                 live=forecast.live,
                 requests=requests,
                 block_tables=self.block_tables,
+                groups=self.groups,
                 num_blocks=self.num_blocks,
                 vocab_size=self.vocab_size,
             )
@@ -186,11 +191,8 @@ class WorkerState:
 
     def _check_room(self, plan: StepPlan, lengths: Lengths) -> None:
         """Refuse to sample for a row that is full. Only a row that samples can reach max_model_len computed tokens."""
-        if not plan.num_reqs:
-            return
-        ends = plan.num_computed_tokens + plan.num_scheduled_tokens
-        if ends.max() >= self.max_model_len:
-            row = int(plan.index_mapping[ends.argmax()])
+        if plan.max_seq_len >= self.max_model_len:
+            row = int(plan.index_mapping[plan.seq_lens.argmax()])
             raise ProtocolError(
                 f"step: row {row} has {lengths.num_tokens[row]} tokens and would sample one more, "
                 f"max_model_len is {self.max_model_len}"

@@ -12,7 +12,6 @@ from rowcast.scheduler.agreement import (
     batch_order,
     derive_growth,
     plan_step,
-    query_start_loc,
     scheduled_tokens,
 )
 from rowcast.scheduler.kv_groups import KVGroupSpec, agree_on_groups, blocks_needed
@@ -46,7 +45,7 @@ def test_worked_example_order_and_growth():
     assert plan.num_scheduled_tokens.tolist() == [1, 8]
     assert plan.num_computed_tokens.tolist() == [31, 16]
     assert plan.samples.tolist() == [True, False]
-    assert query_start_loc(plan).tolist() == [0, 1, 9]
+    assert plan.batch.query_start_loc.tolist() == [0, 1, 9]
     rows, counts = derive_growth(plan, i32(0, 0, 0, 0, 0, 0, 2, 2), 16)
     assert rows.tolist() == counts.tolist() == []
 
@@ -86,7 +85,7 @@ def test_order_is_fewest_tokens_then_context_then_row():
 def test_a_step_without_tokens_is_an_empty_plan():
     plan = plan_step(lengths({3: (9, 4)}), NONE, NONE, NONE)
     assert plan.num_reqs == 0
-    assert query_start_loc(plan).tolist() == [0]
+    assert plan.batch.query_start_loc.tolist() == [0]
     assert derive_growth(plan, np.zeros(8, np.int32), 16)[0].tolist() == []
 
 

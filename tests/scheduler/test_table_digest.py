@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rowcast.scheduler.agreement import StepPlan, TableDigest, disagreement
+from rowcast.scheduler.agreement import Batch, StepPlan, TableDigest, disagreement
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec, first_needed_block
 
 ROWS, WIDTH = 20, 24  # two rows share one step in sixteen, and the last parts hold one row alone
@@ -55,11 +55,13 @@ class Side:
 
     def plan(self, rows: np.ndarray | None = None, counts: np.ndarray | None = None) -> StepPlan:
         rows = i32(7, 5, 9) if rows is None else rows
+        counts = i32(1, 1, 3) if counts is None else counts
+        computed = self.table.num_computed_tokens[rows]
         return StepPlan(
-            index_mapping=rows,
-            num_scheduled_tokens=i32(1, 1, 3) if counts is None else counts,
-            num_computed_tokens=self.table.num_computed_tokens[rows],
-            samples=np.ones(len(rows), bool),
+            batch=Batch(rows, counts, np.ones(len(rows), bool)),
+            num_computed_tokens=computed,
+            seq_lens=computed + counts,
+            max_seq_len=WIDTH,
         )
 
     def step(self, frame: bytes = FRAME, tokens: np.ndarray | None = None, **plan) -> int:
@@ -296,9 +298,11 @@ def test_tables_smaller_than_a_round_are_folded():
     )  # fmt: skip
     digest = TableDigest(side, [i32(1)], [i32(5)[None]], [FULL], depth=1)  # type: ignore[arg-type]
     plan = StepPlan(
-        index_mapping=i32(), num_scheduled_tokens=i32(), num_computed_tokens=i32(),
-        samples=np.zeros(0, bool),
-    )  # fmt: skip
+        batch=Batch(i32(), i32(), np.zeros(0, bool)),
+        num_computed_tokens=i32(),
+        seq_lens=i32(),
+        max_seq_len=0,
+    )
     for _ in range(17):
         digest.begin(plan)
         digest.end(b"")
