@@ -6,12 +6,14 @@ exist, admit into a taken row or bring the wrong number of blocks; all of that i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..scheduler.agreement import Lengths
-from ..scheduler.kv_groups import blocks_needed
+from ..scheduler.kv_groups import KVGroupSpec, blocks_needed, first_needed_block
 from ..scheduler.messages import Admissions, ProtocolError, SchedulerOutput
-from .block_tables import BlockTables
+from .block_tables import BlockTables, ragged_cells
 from .request_states import RequestStates
 
 
@@ -96,6 +98,7 @@ def check_admissions(
     live: np.ndarray,
     requests: RequestStates,
     block_tables: BlockTables,
+    groups: Sequence[KVGroupSpec],
     num_blocks: int,
     vocab_size: int,
 ) -> None:
@@ -143,7 +146,15 @@ def check_admissions(
         zip(admissions.num_blocks, admissions.block_ids, strict=True)
     ):
         width = block_tables.max_blocks[group]
-        covering = blocks_needed(cached, block_tables.block_sizes[group])
+        covering = blocks_needed(cached, groups[group].block_size)
         refuse(counts > width, counts, f"KV group {group} has room for {width} blocks in a row")
         refuse(counts < covering, counts, f"KV group {group} needs blocks for every cached token")
-        check_block_ids(block_ids, num_blocks, f"admissions: KV group {group}")
+        # What lies left of the window of everything that is left to compute is never read: it has no block.
+        _, columns = ragged_cells(rows, counts)
+        unseen = columns < np.repeat(first_needed_block(groups[group], cached), counts)
+        if (i := _first(unseen & (block_ids != 0))) is not None:
+            raise ProtocolError(
+                f"step: admissions: KV group {group}: block {columns[i]} of a row lies left of its window "
+                f"and must be 0, got {block_ids[i]}"
+            )
+        check_block_ids(block_ids[~unseen], num_blocks, f"admissions: KV group {group}")

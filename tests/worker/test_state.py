@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rowcast.scheduler.kv_groups import AttentionKind
 from rowcast.scheduler.messages import ProtocolError
 from rowcast.tests.worker.steps import (
     admissions,
     digest,
+    group,
     i32,
     make_state,
     request,
@@ -320,6 +322,32 @@ def test_a_step_wrong_in_its_last_part_changes_nothing_in_its_first(state: Worke
     wrong = step(request(1, [7]), request(4, [8]), free=[1], run={2: 20}, grow=[[9, 10, 11]])
     with pytest.raises(ProtocolError, match="must have 4 ids for 3 rows that grow, got 3"):
         state.apply(wrong)
+    assert digest(state) == before
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sentence"),
+    [
+        ([0, 8, 9], None),
+        ([7, 8, 9], "block 0 of a row lies left of its window and must be 0, got 7"),
+        ([0, 0, 9], r"block ids are \[1, 100\), got 0"),
+        ([0, 8, 100], r"block ids are \[1, 100\), got 100"),
+    ],
+)
+def test_a_window_groups_hit_has_blocks_exactly_where_it_is_read(blocks, sentence):
+    """H-01, B13: 12 tokens cached, window 8: position 12 and later read from 5 on, so block 0 (0 to 3) is not there."""
+    windowed = replace(group(4), kind=AttentionKind.SLIDING_WINDOW, window=8)
+    state = WorkerState(
+        max_num_seqs=2, max_model_len=64, groups=(windowed,), num_blocks=100, vocab_size=1000
+    )
+    before = digest(state)
+    admitted = step(request(1, range(13), blocks, cached=12), grow=[[10]])
+    if sentence is None:
+        assert state.apply(admitted).num_computed_tokens.tolist() == [12]
+        assert state.block_tables.table[0][1, :4].tolist() == [0, 8, 9, 10]
+        return
+    with pytest.raises(ProtocolError, match=sentence):
+        state.apply(admitted)
     assert digest(state) == before
 
 
