@@ -11,7 +11,6 @@ from rowcast.scheduler.messages import ProtocolError
 from rowcast.tests.worker.steps import (
     admissions,
     digest,
-    group,
     i32,
     make_state,
     request,
@@ -336,7 +335,7 @@ def test_a_step_wrong_in_its_last_part_changes_nothing_in_its_first(state: Worke
 )
 def test_a_window_groups_hit_has_blocks_exactly_where_it_is_read(blocks, sentence):
     """H-01, B13: 12 tokens cached, window 8: position 12 and later read from 5 on, so block 0 (0 to 3) is not there."""
-    windowed = replace(group(4), kind=AttentionKind.SLIDING_WINDOW, window=8)
+    windowed = replace(make_state(4).groups[0], kind=AttentionKind.SLIDING_WINDOW, window=8)
     state = WorkerState(
         max_num_seqs=2, max_model_len=64, groups=(windowed,), num_blocks=100, vocab_size=1000
     )
