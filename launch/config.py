@@ -91,7 +91,8 @@ class EngineOptions:
         arrival), "priority" (the most urgent) or "fair" (the least served user).
     long_prefill_token_threshold: prompt tokens of one request a step while others are there, so that a short prompt
         passes a long one; 0 is no cap, None half of max_num_batched_tokens. depth: steps under way at once.
-    name tells engines on one Ray cluster apart.
+    record: a file to keep every frame and result in, for `rowcast replay`; on a Ray cluster it is made on the
+        scheduler's node. name tells engines on one Ray cluster apart.
 
     Raises: ValueError naming the option, what it may be and what it was.
     """
@@ -112,6 +113,7 @@ class EngineOptions:
     scheduling_policy: str = "fcfs"
     long_prefill_token_threshold: int | None = None
     depth: int = 2
+    record: str | os.PathLike[str] | None = None
     name: str = "default"
 
     def __post_init__(self) -> None:
@@ -145,6 +147,11 @@ class EngineOptions:
                 f"scheduling_policy must be one of {', '.join(SCHEDULING_POLICIES)}, "
                 f"got {self.scheduling_policy!r}"
             )
+        if self.record is not None:
+            if not isinstance(self.record, str | os.PathLike) or not os.fspath(self.record):
+                raise ValueError(f"record must be a file to write to, got {self.record!r}")
+            # Absolute: the process that writes may have another working directory.
+            object.__setattr__(self, "record", os.path.abspath(os.fspath(self.record)))
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string, got {self.name!r}")
         # These two classes own the remaining rules; made here so that a mistake is refused before the model is found.
@@ -231,7 +238,13 @@ class EnginePlan:
             model_dir=str(self.model_dir),
             model_name=self.options.model,
             worker=self._worker_fields(),
+            record=self.record,
         )
+
+    @property
+    def record(self) -> str | None:
+        """Where frames and results are kept, or None."""
+        return None if self.options.record is None else os.fspath(self.options.record)
 
     def _worker_fields(self) -> dict[str, Any]:
         return {

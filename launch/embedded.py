@@ -34,6 +34,7 @@ from ..scheduler.front_messages import (
 )
 from ..scheduler.kv_groups import agree_on_groups
 from ..scheduler.loop import SchedulerLoop, WorkerGroupError
+from ..scheduler.recording import Life, open_recorder
 from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import MAX_SEED, SamplingParams
 from ..scheduler.scheduler import Scheduler
@@ -172,6 +173,8 @@ class EmbeddedEngine:
         os.environ.setdefault("GOMP_SPINCOUNT", "0")
         from ..worker.model_runner import ModelRunner  # loads torch
 
+        # Before the model: a file that cannot be written to is known at once.
+        self._recorder = None if plan.record is None else open_recorder(plan.record)
         self.text = text
         self._runner = ModelRunner(plan.worker)
         self._runner.load(on_load)
@@ -195,7 +198,11 @@ class EmbeddedEngine:
             wait=self._let_worker_turn,
             epoch=epoch,
             num_ranks=1,
+            recorder=self._recorder,
         )
+        if self._recorder is not None:
+            life = Life.of(scheduler, epoch=epoch, model=plan.options.model, world_size=1)
+            self._recorder.life(life)
         self._scheduler_loop.handshake()
         self._front.send(encode(Register(front_name="embedded")))
         self._client_uuid = os.urandom(16)
@@ -349,3 +356,5 @@ class EmbeddedEngine:
         self._failed = self._failed or "it was closed"
         self._requests.clear()
         self._runner.close()
+        if self._recorder is not None:
+            self._recorder.close()

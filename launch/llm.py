@@ -55,8 +55,8 @@ class LLM:
     """One model, ready to answer. A context manager; `close` gives back everything it took.
 
     model: a name that `rowcast pull` knows (fetched at first use) or a Hugging Face folder. dtype "auto" is float32 on
-        a CPU. kv_cache_memory: bytes or text such as "512MiB". scheduling_policy: "fcfs", "priority" or "fair". The
-        other options: `EngineOptions`. address: a Ray cluster ("host:6379", "auto"); with
+        a CPU. kv_cache_memory: bytes or text such as "512MiB". scheduling_policy: "fcfs", "priority" or "fair". record:
+        a file for `rowcast replay`. The other options: `EngineOptions`. address: a Ray cluster ("host:6379", "auto"); with
         tensor_parallel_size above 1 and no address, RAY_ADDRESS or a local one is used. name: the engine's on that
         cluster, made up when None. console: a rich Console for progress; None prints nothing.
     plan: the options that were settled, and the model's config.
@@ -84,6 +84,7 @@ class LLM:
         scheduling_policy: str = "fcfs",
         long_prefill_token_threshold: int | None = None,
         depth: int = 2,
+        record: str | os.PathLike[str] | None = None,
         name: str | None = None,
         address: str | None = None,
         console: Console | None = None,
@@ -105,6 +106,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             long_prefill_token_threshold=long_prefill_token_threshold,
             depth=depth,
+            record=record,
             name=name if name is not None else f"llm-{os.getpid()}-{os.urandom(3).hex()}",
         )
         if address is not None and (not isinstance(address, str) or not address):

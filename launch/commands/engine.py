@@ -44,6 +44,14 @@ def serve(
     scheduling_policy: o.SchedulingPolicy = o.DEFAULT_SCHEDULING_POLICY,
     long_prefill_token_threshold: o.LongPrefillTokenThreshold = None,
     depth: o.Depth = o.DEFAULT_DEPTH,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep every step in FILE, for `rowcast replay`; prompts are in it",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Bring up an engine on a Ray cluster, say when it is ready, and stop it on Ctrl-C."""
     began = time.monotonic()
@@ -70,6 +78,7 @@ def serve(
         scheduling_policy=scheduling_policy,
         long_prefill_token_threshold=long_prefill_token_threshold,
         depth=depth,
+        record=record,
         name=name,
     )
     environment = Environment.read()
