@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .agreement import StepPlan
 from .policy import Policy
 from .request import RequestTable
 
@@ -27,15 +28,25 @@ class Share:
     next_turn: int | None = None
 
 
-def share_budget(table: RequestTable, policy: Policy, budget: int, turn: int, cap: int) -> Share:
+def share_budget(
+    table: RequestTable,
+    policy: Policy,
+    budget: int,
+    turn: int,
+    cap: int,
+    previous: StepPlan | None = None,
+) -> Share:
     """Give decodes their one token first, then prompts at most `cap` each of what is left, in the policy's order.
 
     So a long prompt never holds up a decode, and with a cap below the budget it does not hold up a short one either.
     Fewer tokens than rows: one each, in turn, starting at row `turn`.
+    previous: the latest step's plan, if nobody has come or gone since; after a step in which all rows decoded, all do.
     Example: a row that decodes and one with 80 uncomputed tokens, budget 50, cap 50 -> 1 and 49; cap 8 -> 1 and 8.
     """
     if table.num_live > budget:
         return _share_in_turn(table, budget, turn)
+    if previous is not None and previous.batch.is_steady and previous.num_reqs == table.num_live:
+        return Share(left=budget - table.num_live)
     uncomputed = table.num_tokens - table.num_computed_tokens
     prompts = np.flatnonzero(uncomputed > 1)
     left = budget - (table.num_live - len(prompts))

@@ -13,29 +13,42 @@ from .request import RequestTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BatchColumns:
+    """What stays true of a batch's rows while nobody comes or goes; shared by the steps in which that holds.
+
+    Shapes, [num_reqs]: generations int64 name who holds each row; front_index, end_len int32; numbers int64;
+        first_cells intp, where each row begins in the flat token table. version: the table's.
+    """
+
+    version: int
+    generations: np.ndarray
+    front_index: np.ndarray
+    numbers: np.ndarray
+    end_len: np.ndarray
+    first_cells: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """An issued step that has not settled.
 
-    Shapes: rows [num_reqs] intp, the plan's; generations [num_reqs] int64 name who held each of them then.
-    version: the table's, then: while it is the same, everyone still holds his row.
+    columns: what the table said of the batch's rows then.
     """
 
     plan: StepPlan
-    rows: np.ndarray
-    generations: np.ndarray
-    version: int
+    columns: BatchColumns
 
     def held(self, table: RequestTable) -> np.ndarray | None:
         """Tell whose occupant of then holds the row still: [num_reqs] bool, None for everyone."""
-        if self.version == table.version:
+        if self.columns.version == table.version:
             return None
-        held = table.generation[self.rows] == self.generations
+        held = table.generation[self.plan.batch.rows] == self.columns.generations
         return None if held.all() else held
 
     def ran(self, row: int, generation: int) -> bool:
         """Tell whether this step ran this occupant of a row."""
-        places = np.flatnonzero(self.rows == row)
-        return len(places) == 1 and int(self.generations[places[0]]) == generation
+        places = np.flatnonzero(self.plan.batch.rows == row)
+        return len(places) == 1 and int(self.columns.generations[places[0]]) == generation
 
 
 class Records:
@@ -43,6 +56,7 @@ class Records:
 
     def __init__(self) -> None:
         self._steps: deque[StepRecord] = deque()
+        self._latest: StepRecord | None = None  # also when it has settled
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -52,13 +66,24 @@ class Records:
         assert self._steps, "no step is in flight"
         return self._steps[0]
 
-    def add(self, plan: StepPlan, table: RequestTable) -> StepRecord:
+    def add(self, plan: StepPlan, table: RequestTable) -> None:
         """Remember a step that is being issued."""
-        rows = plan.index_mapping.astype(np.intp)  # NumPy gathers several times faster by it
-        generations = table.generation[rows]
-        record = StepRecord(plan=plan, rows=rows, generations=generations, version=table.version)
-        self._steps.append(record)
-        return record
+        latest = self._latest
+        if (
+            latest is None
+            or latest.plan.batch is not plan.batch
+            or latest.columns.version != table.version
+        ):
+            columns = _columns(plan.batch.rows, table)
+        else:
+            columns = latest.columns
+        self._latest = StepRecord(plan=plan, columns=columns)
+        self._steps.append(self._latest)
+
+    def previous_plan(self, table: RequestTable) -> StepPlan | None:
+        """Name the plan of the latest step, if nobody has come or gone since."""
+        latest = self._latest
+        return None if latest is None or latest.columns.version != table.version else latest.plan
 
     def settle(self) -> StepRecord:
         """Forget the oldest: its result is here."""
@@ -67,6 +92,17 @@ class Records:
     def num_of(self, row: int, generation: int) -> int:
         """Count the unsettled steps that ran this occupant of a row."""
         return sum(record.ran(row, generation) for record in self._steps)
+
+
+def _columns(rows: np.ndarray, table: RequestTable) -> BatchColumns:
+    return BatchColumns(
+        version=table.version,
+        generations=table.generation[rows],
+        front_index=table.front_index[rows],
+        numbers=table.number[rows],
+        end_len=table.end_len[rows],
+        first_cells=rows * table.token_ids.shape[1],
+    )
 
 
 def check_tokens(tokens: np.ndarray, plan: StepPlan, vocab_size: int) -> None:
@@ -78,8 +114,10 @@ def check_tokens(tokens: np.ndarray, plan: StepPlan, vocab_size: int) -> None:
         raise ProtocolError(
             f"the result carries {len(tokens)} tokens, its step ran {plan.num_reqs} requests"
         )
-    sampled = tokens[plan.samples]
-    if len(sampled) and not (int(sampled.min()) >= 0 and int(sampled.max()) < vocab_size):
+    sampled = tokens if plan.batch.all_sample else tokens[plan.samples]
+    if (
+        len(sampled) and int(sampled.view(np.uint32).max()) >= vocab_size
+    ):  # a negative one is very high
         outside = sampled[(sampled < 0) | (sampled >= vocab_size)][0]
         raise ProtocolError(
             f"the result carries token {outside}, expected one in [0, {vocab_size})"

@@ -165,11 +165,13 @@ class RowBlocks:
 
         Shapes: rows, ends [n]; returns [num_groups, n] int32.
         """
+        if len(self.sizes) == 1:  # then whatever ends at all ends a block of every group
+            same = self.sizes[0]
+            return same.block_ids[:, rows, ends // same.block_size - 1]
         named = np.zeros((len(self.groups), len(rows)), np.int32)
         for same in self.sizes:
             columns, rest = np.divmod(ends, same.block_size)
-            ids = same.block_ids[:, rows, columns - 1]
-            named[same.groups] = np.where(rest == 0, ids, 0)
+            named[same.groups] = same.block_ids[:, rows, columns - 1] * (rest == 0)
         return named
 
     def row_tables(self, row: int) -> tuple[np.ndarray, ...]:
@@ -238,3 +240,14 @@ def deepest_first(tables: Sequence[np.ndarray], groups: Sequence[KVGroupSpec]) -
     )
     ids = ids[np.argsort(-ends, kind="stable")]
     return ids[ids > 0]
+
+
+def cells_of(
+    tables: Sequence[np.ndarray], groups: Sequence[KVGroupSpec], ends: np.ndarray
+) -> np.ndarray:
+    """Do what `RowBlocks.cells` does for one row whose cells are given by group: [num_groups, n] int32."""
+    named = np.zeros((len(groups), len(ends)), np.int32)
+    for group, (spec, ids) in enumerate(zip(groups, tables, strict=True)):
+        columns, rest = np.divmod(ends, spec.block_size)
+        named[group] = ids[columns - 1] * (rest == 0)
+    return named

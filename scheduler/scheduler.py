@@ -34,7 +34,7 @@ from .kv_memory import KVMemory, Offer
 from .messages import Admissions, SchedulerOutput
 from .newcomers import admissions_of
 from .policy import Policy, make_policy
-from .publishing import publish_held, publish_rows
+from .publishing import Publisher
 from .records import Records, StepRecord, check_tokens
 from .registry import Registry
 from .request import Request, RequestStatus, RequestTable
@@ -68,6 +68,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_tokens_computed = 0
         self.num_tokens_out = 0
+        self._publisher = Publisher(self.cache, self.blocks, self.table)
         self._door = Door(config, groups, self.pool.usable)
         self._stops = StopRules(config.vocab_size, config.eos_token_ids)
         self._free_rows = list(range(config.max_num_seqs))  # a heap: the lowest row first
@@ -129,7 +130,7 @@ class Scheduler:
         request = self._door.check(front, submit)
         request.front_index = owner[0]
         self._registry.check_new(request)
-        if before is None and len(self.waiting) >= self.config.max_waiting:
+        if before is None and not self.waiting.has_room(request.user, self.config.max_waiting):
             raise QueueFull(
                 f"request {submit.request_id}: {len(self.waiting)} requests wait already, the queue holds "
                 f"{self.config.max_waiting}; try again later"
@@ -237,8 +238,13 @@ class Scheduler:
             self._free_rows_that_end()
         num_preemptions = self.num_preemptions
         while True:
-            share = share_budget(self.table, self.waiting, budget, self._turn, self._cap())
-            plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows)
+            previous = self._records.previous_plan(self.table)
+            share = share_budget(
+                self.table, self.waiting, budget, self._turn, self._cap(), previous
+            )
+            plan = plan_step(
+                self.table, share.run_rows, share.run_counts, share.paused_rows, previous
+            )
             growth = self.blocks.growth(plan)
             if self.pool.can_allocate(growth.num_blocks):
                 break
@@ -326,6 +332,7 @@ class Scheduler:
         self.table.occupy(request.row, request, num_cached)
         self.memory.seat(request.row, offer)
         if self.memory.caching:
+            self._publisher.seat(request.row, request)
             self.cache.record(len(request.tokens), num_cached, resumed=not first)
         if first and num_cached:
             self._outbox.found(request, min(num_cached, request.num_prompt_tokens))
@@ -334,11 +341,12 @@ class Scheduler:
         """Count the step as done by the tables, and remember it until its tokens are back."""
         self.digests.begin(plan)
         self.waiting.served(self.table, plan)
-        table, record = self.table, self._records.add(plan, self.table)
-        table.num_computed_tokens[record.rows] += plan.num_scheduled_tokens
-        table.num_tokens[record.rows] += plan.samples
+        table, batch = self.table, plan.batch
+        self._records.add(plan, table)
+        table.num_computed_tokens[batch.rows] += batch.num_scheduled_tokens
+        table.num_tokens[batch.rows] += batch.samples
         self.num_steps += 1
-        self.num_tokens_computed += int(plan.num_scheduled_tokens.sum())
+        self.num_tokens_computed += batch.num_tokens
 
     # ------------------------------------------------------------ its tokens
 
@@ -355,21 +363,13 @@ class Scheduler:
         self.digests.sampled(tokens)
         cached = self._outbox.take_cached()
         plan, held = record.plan, record.held(self.table)
-        rows, starts, samples, own_tokens = (
-            record.rows,
-            plan.num_computed_tokens,
-            plan.samples,
-            tokens,
-        )
-        ends = starts + plan.num_scheduled_tokens
+        rows, starts, ends = plan.batch.rows, plan.num_computed_tokens, plan.seq_lens
         if held is not None:
-            rows, starts, ends, samples = rows[held], starts[held], ends[held], samples[held]
-            own_tokens = tokens[held]
+            rows, starts, ends = rows[held], starts[held], ends[held]
         if self.memory.caching:
-            publish_rows(self.cache, self.blocks, self.table, rows, starts, ends)
+            self._publisher.publish_rows(rows, starts, ends)
         version = self.table.version
-        some = slice(None) if samples.all() else samples
-        columns = self._append(rows[some], own_tokens[some])
+        columns = self._append(record, held, tokens)
         if self.blocks.windows:
             if self.table.version != version:  # some have ended, and all of theirs is back
                 running = self.table.live[rows]
@@ -383,16 +383,27 @@ class Scheduler:
         empty = np.empty(0, np.int32)
         return self._deliveries((empty, empty.astype(np.int64), empty, empty.astype(np.int8)), [])
 
-    def _append(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Append one token to each row and end those that it ends; returns the four delivery columns."""
-        table = self.table
-        places = table.num_settled_tokens[rows]
-        table.token_ids[rows, places] = tokens
+    def _append(
+        self, record: StepRecord, held: np.ndarray | None, tokens: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        """Append a token to each row that sampled and is held still, and end those that it ends.
+
+        Returns: the four delivery columns.
+        """
+        table, batch, of_batch = self.table, record.plan.batch, record.columns
+        rows, places = batch.rows, record.plan.seq_lens  # whoever samples has computed all it had
+        front_index, numbers = of_batch.front_index, of_batch.numbers
+        end_len, first_cells = of_batch.end_len, of_batch.first_cells
+        if held is not None or not batch.all_sample:
+            keep = batch.samples if held is None else batch.samples & held
+            rows, places, tokens = rows[keep], places[keep], tokens[keep]
+            front_index, numbers = front_index[keep], numbers[keep]
+            end_len, first_cells = end_len[keep], first_cells[keep]
+        table.token_cells[first_cells + places] = tokens
         lengths = places + 1
         table.num_settled_tokens[rows] = lengths
         codes = np.zeros(len(rows), np.int8)
-        columns = table.front_index[rows], table.number[rows], tokens, codes
-        suspects = self._stops.suspect[tokens] | (lengths >= table.end_len[rows])
+        suspects = self._stops.suspect[tokens] | (lengths >= end_len)
         ended = []
         for entry in np.flatnonzero(suspects).tolist():
             request = table.occupant(int(rows[entry]))
@@ -401,7 +412,7 @@ class Scheduler:
                 ended.append(request)
         if ended:
             self._end(ended)
-        return columns
+        return front_index, numbers, tokens, codes
 
     def _settle_late(
         self, tokens: np.ndarray, record: StepRecord, batch_indices: np.ndarray
@@ -410,13 +421,15 @@ class Scheduler:
         entries = []
         plan = record.plan
         for batch_index in batch_indices.tolist():
-            request = self._detached.get(int(record.generations[batch_index]))
+            request = self._detached.get(int(record.columns.generations[batch_index]))
             if request is None:
                 continue
             if request.held_blocks:
-                start = int(plan.num_computed_tokens[batch_index])
-                end = start + int(plan.num_scheduled_tokens[batch_index])
-                publish_held(self.cache, self.groups, request, start, end)
+                start, end = (
+                    int(plan.num_computed_tokens[batch_index]),
+                    int(plan.seq_lens[batch_index]),
+                )
+                self._publisher.publish_held(request, start, end)
             request.num_in_flight -= 1
             if not request.num_in_flight:
                 del self._detached[request.generation]
