@@ -18,10 +18,20 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, pulled once into the user's own cache."""
+    return pulled("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma_dir() -> Path:
+    """Gemma-3-270m, a base model, as a Hugging Face folder, pulled once into the user's own cache."""
+    return pulled("gemma-3-270m")
+
+
+def pulled(name: str) -> Path:
     from rowcast.launch.pull import pull
 
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return pull("smollm2-135m", cache_home=Path(cache_home))
+    return pull(name, cache_home=Path(cache_home))
 
 
 @dataclass(frozen=True)
