@@ -14,7 +14,8 @@ Counters compare users while someone waits, and only then:
   saves up nothing;
 - while nobody waits everyone gets what he asks for, whatever that is, so that nobody is owed anything. The next request
   starts the counters again, from what each user's running requests have got.
-A user with nothing unfinished is forgotten.
+A user with nothing unfinished is forgotten. A queue that is full refuses those who wait in it already; someone of whom
+nothing waits still finds a place, up to twice the queue: else one user could keep all others out at the door.
 
 Source: the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), which
 charges prompts and outputs in the same way; the preemption rules and the new start are ours.
@@ -70,6 +71,11 @@ class FairShare:
         return int(self._served[self._users[user].index])
 
     # ------------------------------------------------------------ a request's life
+
+    def has_room(self, user: str, max_waiting: int) -> bool:
+        known = self._users.get(user)
+        waits = known is not None and len(known.waiting) > 0
+        return self._num_waiting < (max_waiting if waits else 2 * max_waiting)
 
     def enter(self, table: RequestTable, request: Request) -> None:
         if not self._num_waiting:

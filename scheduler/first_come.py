@@ -21,6 +21,9 @@ class FirstComeFirstServed:
     def __init__(self) -> None:
         self._waiting = WaitingQueue(arrival)
 
+    def has_room(self, user: str, max_waiting: int) -> bool:
+        return len(self._waiting) < max_waiting
+
     def enter(self, table: RequestTable, request: Request) -> None:
         """Nothing to note."""
 

@@ -30,6 +30,10 @@ __all__ = ["FairShare", "FirstComeFirstServed", "Policy", "Priority", "make_poli
 class Policy(Protocol):
     """What the scheduler asks of an order, and tells it."""
 
+    def has_room(self, user: str, max_waiting: int) -> bool:
+        """Tell whether one more request of this user may wait. max_waiting: how many the queue is made for."""
+        ...
+
     def enter(self, table: RequestTable, request: Request) -> None:
         """Hear of a new request, once and before its first `add`; its arrival is set. May set its user_index."""
         ...

@@ -22,6 +22,9 @@ class Priority:
     def __init__(self) -> None:
         self._waiting = WaitingQueue(_urgency)
 
+    def has_room(self, user: str, max_waiting: int) -> bool:
+        return len(self._waiting) < max_waiting
+
     def enter(self, table: RequestTable, request: Request) -> None:
         """Nothing to note."""
 
