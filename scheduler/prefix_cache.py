@@ -110,6 +110,11 @@ class PrefixCache:
         """Count the blocks that have a name."""
         return int(np.count_nonzero(self._pool.names))
 
+    @property
+    def num_hashes(self) -> int:
+        """Count the hashes that are remembered: at most one for each block that has a name."""
+        return len(self._key_of_hash)
+
     # ------------------------------------------------------------ hashing
 
     def root(self, cache_salt: str | None, adapter: str | None = None) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rowcast.scheduler.block_pool import BlockPool
 
 
@@ -81,18 +83,148 @@ def test_the_null_block_cannot_be_freed():
         pool.free(i32(0))
 
 
-def test_random_use_neither_loses_nor_doubles_a_block():
-    rng = np.random.default_rng(7)
-    pool, held = BlockPool(38), []
-    for _ in range(3000):
-        count = int(rng.integers(0, 9))
-        if pool.can_allocate(count) and rng.random() < 0.5:
-            held.append(pool.allocate(count))
-        elif held:
-            pool.free(held.pop(int(rng.integers(len(held)))))
-        out = np.concatenate([*held, pool.free_ids()])
-        assert sorted(out.tolist()) == list(range(1, 38))
-        assert (pool.ref_counts > 0).sum() == sum(len(ids) for ids in held)
+@pytest.mark.parametrize("named", [True, False])
+def test_what_a_repeated_mention_does_not_disturb(named):
+    """B07: the order of first mention holds, and blocks that others still hold stay out."""
+    pool = BlockPool(8)
+    pool.allocate(7)
+    pool.names[1:] = named
+    pool.ref_counts[[2, 5, 6]] = 2
+    pool.free(i32(5, 3, 2, 5, 6, 1))
+    assert pool.free_ids().tolist() == [5, 3, 1]
+    assert pool.num_free == 3
+    assert pool.ref_counts.tolist() == [0, 0, 1, 0, 1, 0, 1, 1]
+
+
+def test_named_blocks_are_reused_last_and_least_recent_first():
+    pool = BlockPool(8)
+    pool.allocate(6)
+    reused: list[int] = []
+    pool.on_reuse = lambda ids: reused.extend(ids.tolist())
+    pool.names[[1, 3, 5]] = 9, 8, 7
+    pool.free(i32(3, 2, 1))
+    pool.free(i32(5, 4))
+    assert pool.free_ids().tolist() == [4, 2, 7, 3, 1, 5]
+    assert pool.allocate(5).tolist() == [4, 2, 7, 3, 1]
+    assert reused == [3, 1]
+    assert pool.names.tolist() == [0, 0, 0, 0, 0, 7, 0, 0]
+
+
+def test_a_touched_block_leaves_the_line_and_joins_it_again_at_the_end():
+    pool = BlockPool(5)
+    pool.allocate(4)
+    pool.names[1:] = 1
+    pool.free(i32(1, 2, 3))
+    assert pool.num_idle(i32(0, 2, 2, 4)) == 1
+    pool.touch(i32(2, 4))
+    assert (pool.num_free, pool.num_idle(i32(2, 4))) == (2, 0)
+    assert pool.free_ids().tolist() == [1, 3]
+    assert pool.ref_counts.tolist() == [0, 0, 1, 0, 2]
+    pool.free(i32(4, 2))
+    assert pool.free_ids().tolist() == [1, 3, 2]
+    assert pool.allocate(3).tolist() == [1, 3, 2]
+
+
+def test_a_block_without_a_name_cannot_be_shared_once_it_is_free():
+    pool = BlockPool(5)
+    with pytest.raises(AssertionError, match="no content to share"):
+        pool.touch(i32(1))
+    assert pool.num_free == 4
+
+
+def test_a_pool_whose_blocks_nobody_names():
+    """PC-08: block 4, usable 4: 10 tokens take 3 blocks, then 16 take all 4 and nothing more fits."""
+    pool = BlockPool(5)
+    pool.free(pool.allocate(3)[::-1])
+    assert sorted(pool.allocate(4).tolist()) == [1, 2, 3, 4]
+    assert not pool.can_allocate(1)
+
+
+def test_names_are_dropped_only_while_nobody_holds_a_block():
+    pool = BlockPool(5)
+    held = pool.allocate(2)
+    pool.names[held] = 1
+    with pytest.raises(AssertionError, match="2 blocks are still referenced"):
+        pool.drop_names()
+    pool.free(held)
+    pool.drop_names()
+    assert not pool.names.any()
+    assert pool.free_ids().tolist() == [1, 2, 3, 4]
+
+
+class NaivePool:
+    """The same by lists, slow and plain."""
+
+    def __init__(self, usable: int) -> None:
+        self.nameless = list(range(1, usable + 1))  # next first
+        self.named: list[int] = []  # next first
+        self.refs = [0] * (usable + 1)
+        self.names: set[int] = set()
+        self.reused: list[int] = []
+
+    def allocate(self, count: int) -> list[int]:
+        taken = (self.nameless + self.named)[:count]
+        self.reused += taken[len(self.nameless) :]
+        for block in taken:
+            (self.named if block in self.names else self.nameless).remove(block)
+            self.names.discard(block)
+            self.refs[block] = 1
+        return taken
+
+    def free(self, ids: list[int]) -> None:
+        for block in ids:
+            self.refs[block] -= 1
+        idle = [block for block in dict.fromkeys(ids) if not self.refs[block]]
+        self.nameless = [b for b in idle if b not in self.names] + self.nameless
+        self.named += [b for b in idle if b in self.names]
+
+    def touch(self, ids: list[int]) -> None:
+        for block in ids:
+            if not self.refs[block]:
+                self.named.remove(block)
+            self.refs[block] += 1
+
+
+@settings(deadline=None)
+@given(usable=st.integers(1, 24), data=st.data())
+def test_the_pool_is_what_two_lists_would_be(usable, data):
+    """Order of reuse, counts and names after every operation; no block twice, none lost."""
+    pool, naive = BlockPool(usable + 1), NaivePool(usable)
+    reused: list[int] = []
+    pool.on_reuse = lambda ids: reused.extend(ids.tolist())
+    held: list[int] = []  # one entry a reference
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["allocate", "free", "name", "touch"]))
+        if action == "allocate":
+            count = data.draw(st.integers(0, usable))
+            assert pool.can_allocate(count) == (count <= usable - len(set(held)))
+            if pool.can_allocate(count):
+                ids = pool.allocate(count).tolist()
+                assert ids == naive.allocate(count)
+                assert not set(ids) & {0, *held}
+                held += ids
+        elif action == "free":
+            ids = data.draw(st.permutations(held))[: data.draw(st.integers(0, len(held)))]
+            pool.free(i32(*ids))
+            naive.free(ids)
+            for block in ids:
+                held.remove(block)
+        elif action == "name" and held:
+            ids = sorted(data.draw(st.sets(st.sampled_from(held))))
+            pool.names[ids] = 1
+            naive.names.update(ids)
+        elif action == "touch" and naive.names:
+            ids = sorted(data.draw(st.sets(st.sampled_from(sorted(naive.names)))))
+            assert pool.num_idle(i32(0, *ids, *ids)) == len(set(ids) - set(held))
+            pool.touch(i32(*ids))
+            naive.touch(ids)
+            held += ids
+        free = pool.free_ids().tolist()
+        assert free == naive.nameless + naive.named
+        assert pool.num_free == len(free) == usable - len(set(held))
+        assert pool.ref_counts.tolist() == naive.refs
+        assert set(np.flatnonzero(pool.names).tolist()) == naive.names
+        assert reused == naive.reused
 
 
 def test_a_pool_without_room_for_one_block_is_refused():
