@@ -349,7 +349,7 @@ class SchedulerLoop:
             return
         match decoded:
             case Register():
-                self._front_names[front] = decoded.front_name
+                self._register(front, decoded.front_name)
             case Submit():
                 self._submit(front, decoded)
             case Abort():
@@ -359,6 +359,13 @@ class SchedulerLoop:
                 self._scheduler.forget(front, decoded.numbers.tolist())
             case _:
                 self._bad_front_messages += 1
+
+    def _register(self, front: bytes, name: str) -> None:
+        """Know a front. One that comes under a living one's name has taken its place: the clients submit again."""
+        for other in [o for o, known in self._front_names.items() if known == name and o != front]:
+            del self._front_names[other]
+            self._scheduler.abort_front(other)
+        self._front_names[front] = name
 
     def _submit(self, front: bytes, submit: Submit) -> None:
         try:

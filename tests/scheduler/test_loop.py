@@ -377,6 +377,26 @@ def test_a_front_that_registers_again_keeps_its_requests():
     assert rig.loop.snapshot()["fronts"] == 1
 
 
+def test_a_front_under_the_name_of_another_takes_its_place():
+    """A front that died and came back under a new identity: nobody hears its old requests, and nothing of it stays."""
+    rig = started()
+    rig.submit(1)
+    rig.submit(2, front=OTHER)
+    rig.turns(1)
+    rig.say(Register(front_name="f"), b"risen")
+    rig.until_idle()
+    assert rig.heard(b"risen") == []
+    assert [code for _, _, code in rig.heard(OTHER)] == [0, 0, FinishCode.LENGTH]
+    assert rig.loop.snapshot()["fronts"] == 1
+    rig.submit(1, front=b"risen")
+    rig.until_idle()
+    assert [code for _, _, code in rig.heard(b"risen")] == [0, 0, FinishCode.LENGTH]
+    rig.say(front_messages.Ack(numbers=np.array([1])), b"risen")
+    rig.say(front_messages.Ack(numbers=np.array([2])), OTHER)
+    rig.until_idle()
+    assert rig.scheduler.num_remembered == 0
+
+
 # ---------------------------------------------------------------- waiting
 
 
