@@ -17,7 +17,10 @@ SLIDING = KVGroupSpec(
     block_size=2, num_kv_heads=1, head_dim=8, layers=(1,),
     kind=AttentionKind.SLIDING_WINDOW, window=WINDOW,
 )  # fmt: skip
-GROUPS = (FULL, SLIDING)
+CHUNKED = KVGroupSpec(
+    block_size=2, num_kv_heads=1, head_dim=8, layers=(2,), kind=AttentionKind.CHUNKED, window=WINDOW
+)
+GROUPS = (FULL, SLIDING, CHUNKED, SLIDING)  # two see alike
 DEPTH = 2
 FRAME = b"a frame of some bytes"
 
@@ -29,7 +32,7 @@ def i32(*values: int) -> np.ndarray:
 class Side:
     """One side's tables, filled at random; the same for the same seed."""
 
-    def __init__(self, seed: int = 0, depth: int = DEPTH) -> None:
+    def __init__(self, seed: int = 0, depth: int = DEPTH, width: int = WIDTH) -> None:
         rng = np.random.default_rng(seed)
         self.table = SimpleNamespace(
             live=np.ones(ROWS, bool),
@@ -40,7 +43,7 @@ class Side:
             top_p=rng.random(ROWS, np.float32),
             top_k=rng.integers(0, 50, ROWS).astype(np.int32),
             seeds=rng.integers(0, 2**63, ROWS),
-            token_ids=rng.integers(0, 1000, (ROWS, WIDTH)).astype(np.int32),
+            token_ids=rng.integers(1, 1000, (ROWS, width)).astype(np.int32),
         )
         self.table.live[3] = False
         self.table.num_computed_tokens[:] = self.table.num_tokens - 1
@@ -51,6 +54,11 @@ class Side:
             rng.integers(1, 500, (ROWS, WIDTH // spec.block_size)).astype(np.int32)
             for spec in GROUPS
         )
+        for row, length in enumerate(self.table.num_tokens):
+            self.table.token_ids[row, length:] = 0
+        for held, ids in zip(self.num_blocks, self.block_ids, strict=True):
+            for row, count in enumerate(held):
+                ids[row, count:] = 0
         self.digest = TableDigest(self.table, self.num_blocks, self.block_ids, GROUPS, depth=depth)  # type: ignore[arg-type]
 
     def plan(self, rows: np.ndarray | None = None, counts: np.ndarray | None = None) -> StepPlan:
@@ -143,47 +151,45 @@ def test_what_stands_in_a_free_row_does_not_matter():
     assert first_difference(change, 64) is None
 
 
-def test_every_token_that_both_sides_know_counts():
-    """The last depth - 1 may be known to the workers alone; prompts are known whole."""
-    side = Side()
-    side.table.num_prompt_tokens[9] = side.table.num_tokens[9]
-    for row in (6, 9, 18):
-        length = int(side.table.num_tokens[row])
-        known = length if row == 9 else length - (DEPTH - 1)
-        for place in range(WIDTH):
+@pytest.mark.parametrize("width", [WIDTH, WIDTH + 1])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_every_token_that_both_sides_know_counts(depth: int, width: int):
+    """The last depth - 1 outputs may be known to the workers alone; prompts are known whole."""
 
-            def change(side: Side, row: int = row, place: int = place) -> None:
-                side.table.num_prompt_tokens[9] = side.table.num_tokens[9]
-                side.table.token_ids[row, place] += 1
+    def side(row: int = 0, place: int = 0, by: int = 0) -> Side:
+        made = Side(depth=depth, width=width)
+        made.table.num_prompt_tokens[9] = made.table.num_tokens[9]
+        made.table.num_prompt_tokens[10] = made.table.num_tokens[10] - 1
+        made.table.token_ids[row, place] += by
+        return made
 
-            def same(side: Side) -> None:
-                side.table.num_prompt_tokens[9] = side.table.num_tokens[9]
-
-            ours, theirs = Side(), Side()
-            same(ours)
-            change(theirs)
-            differs = ours.steps(16) != theirs.steps(16)
+    same = side().steps(16)
+    for row in (6, 9, 10, 18):
+        table = side().table
+        known = max(table.num_tokens[row] - (depth - 1), table.num_prompt_tokens[row])
+        for place in range(table.num_tokens[row]):
+            differs = side(row, place, 1).steps(16) != same
             assert differs == (place < known), (row, place)
 
 
 def test_every_block_id_that_attention_may_read_counts():
-    """Left of a window the scheduler holds 0 and the workers what was once there; beyond the count is nothing."""
+    """Left of a window the scheduler holds 0 and the workers what was once there."""
     side = Side()
     for group, spec in enumerate(GROUPS):
         for row in (6, 18):
             held = int(side.num_blocks[group][row])
             first = first_needed_block(spec, int(side.table.num_computed_tokens[row]))
-            assert (first > 0) == (group == 1), "the window must hide something"
-            for place in range(side.block_ids[group].shape[1]):
+            assert (first > 0) == (group > 0), "the window must hide something"
+            for place in range(held):
 
                 def change(side: Side, row=row, place=place, group=group) -> None:
                     side.block_ids[group][row, place] += 1
 
                 noticed = first_difference(change) is not None
-                assert noticed == (first <= place < held), (group, row, place)
+                assert noticed == (first <= place), (group, row, place)
 
 
-@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("group", range(4))
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_count_of_blocks_that_differs_is_noticed(group: int, by: int):
     """Also where the cell beyond holds 0, which adds nothing to a sum."""
@@ -213,8 +219,8 @@ def test_swaps_are_noticed():
         side.block_ids[0][6, [0, 1]] = side.block_ids[0][6, [1, 0]]
 
     def groups(side: Side) -> None:
-        first, second = side.block_ids[0][8, 2], side.block_ids[1][8, 5]
-        side.block_ids[0][8, 2], side.block_ids[1][8, 5] = second, first
+        first, second = side.block_ids[1][8, 5], side.block_ids[3][8, 5]
+        side.block_ids[1][8, 5], side.block_ids[3][8, 5] = second, first
 
     def params(side: Side) -> None:
         side.table.seeds[[1, 17]] = side.table.seeds[[17, 1]]
