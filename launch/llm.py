@@ -56,9 +56,9 @@ class LLM:
 
     model: a name that `rowcast pull` knows (fetched at first use) or a Hugging Face folder. dtype "auto" is float32 on
         a CPU. kv_cache_memory: bytes or text such as "512MiB". scheduling_policy: "fcfs", "priority" or "fair". record:
-        a file for `rowcast replay`. The other options: `EngineOptions`. address: a Ray cluster ("host:6379", "auto"); with
-        tensor_parallel_size above 1 and no address, RAY_ADDRESS or a local one is used. name: the engine's on that
-        cluster, made up when None. console: a rich Console for progress; None prints nothing.
+        a file for `rowcast replay`. The other options: `EngineOptions`. address: a Ray cluster ("host:6379", "auto");
+        with tensor_parallel_size above 1 and no address, RAY_ADDRESS or a local one is used. name: the engine's on
+        that cluster, made up when None. console: a rich Console for progress; None prints nothing.
     plan: the options that were settled, and the model's config.
 
     Example: `LLM("smollm2-135m").generate("Once upon a time", SamplingParams(max_tokens=8))[0].outputs[0].text`
