@@ -122,6 +122,36 @@ def test_what_cannot_be_served_gets_the_schedulers_sentence(
     assert client.generate("fine", GREEDY)[0].finished
 
 
+def test_only_requests_of_one_salt_share_a_cached_prefix(client: Client, cluster: Cluster) -> None:
+    """B06: a salt that got lost between client and scheduler would isolate nothing, and nobody would see it."""
+    prompt = [3 + n % 200 for n in range(33)]
+    salts = ["a", "b", "a", None, ""]
+    outputs = [client.generate(prompt, GREEDY, cache_salt=salt)[0] for salt in salts]
+    assert [output.cached_tokens for output in outputs] == [0, 0, 32, 0, 32]
+    assert all(output.outputs == outputs[0].outputs for output in outputs)
+    *_, last = client.stream(prompt, GREEDY, cache_salt="b", priority=-1, user="anna")
+    assert last.cached_tokens == 32
+    cluster.wait_until(is_idle)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("priority", True, TypeError),
+        ("user", "x" * 257, ValueError),
+        ("cache_salt", 5, TypeError),
+        ("request_id", 12345, TypeError),
+        ("request_id", "é" * 129, ValueError),
+    ],
+)
+def test_a_bad_request_option_is_refused_by_its_name(
+    client: Client, field: str, value: Any, error: type[Exception]
+) -> None:
+    """E-03, B06: where the caller stands; an id of 129 letters is 258 bytes, more than the wire takes."""
+    with pytest.raises(error, match=f"^{field} must"):
+        client.stream([5, 6], GREEDY, **{field: value})
+
+
 def test_a_second_live_request_of_one_id_is_refused(client: Client, cluster: Cluster) -> None:
     """S12: the first is untouched."""
     first = client.stream("one", LONG, request_id="dup")

@@ -76,6 +76,21 @@ def seen(update: Update) -> tuple[int, list[int], str, str | None]:
     return update.first, ids, update.text, update.finish_reason
 
 
+def test_how_much_of_the_prompt_was_cached_comes_with_the_first_token(world: World) -> None:
+    """Also when the scheduler told it in a message before, and again with every later answer."""
+    number, other = world.open(ANNA, 0), world.open(ANNA, 1)
+    none = np.empty(0, np.int64)
+    told = Outputs(
+        epoch=1, numbers=none, tokens=none.astype(np.int32), finish_codes=none.astype(np.int8),
+        cached_numbers=np.array([number, 999]), cached_tokens=np.array([32, 16], np.int32),
+    )  # fmt: skip
+    assert world.boxes.deliver(told) == (set(), [])
+    for token in world.ids("hi"):
+        world.deliver(number, [token])
+        world.deliver(other, [token])
+        assert [u.cached_tokens for u in world.boxes.news(ANNA)] == [32, 0]
+
+
 def test_tokens_come_in_order_with_their_text(world: World) -> None:
     number = world.open(ANNA, 0)
     h, i, mark = world.ids("hi!")

@@ -1,4 +1,4 @@
-"""What `generate` accepts as prompts and sampling params."""
+"""What `generate` accepts as prompts, sampling params and request options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rowcast import SamplingParams
 from rowcast.cluster.prompts import (
     is_one_prompt,
     list_conversations,
+    list_options,
     list_params,
     list_prompts,
     one_prompt,
@@ -104,3 +105,43 @@ def test_one_params_serves_all_prompts():
 def test_other_params_are_refused(given):
     with pytest.raises(ValueError, match=r"^sampling_params"):
         list_params(given, 2)
+
+
+def options(num_prompts: int, **given):
+    defaults = {"priority": 0, "user": "", "cache_salt": None}
+    return [
+        (o.priority, o.user, o.cache_salt) for o in list_options(num_prompts, **(defaults | given))
+    ]
+
+
+def test_options_are_one_for_all_prompts_or_one_each():
+    assert options(2) == [(0, "", None)] * 2
+    assert options(2, priority=[1, 0], user="anna") == [(1, "anna", None), (0, "anna", None)]
+    assert options(2, cache_salt=["x", None], user=("a", "b")) == [(0, "a", "x"), (0, "b", None)]
+    assert options(1, priority=np.array([np.int64(-7)]), cache_salt="") == [(-7, "", None)]
+    assert options(0, priority=[]) == []
+    assert type(list_options(1, priority=np.int64(3), user="", cache_salt=None)[0].priority) is int
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"priority": True}, TypeError, "priority must be a whole number, got True"),
+        ({"priority": 1.0}, TypeError, "priority must be a whole number, got 1.0"),
+        ({"priority": None}, TypeError, "priority must be a whole number, got None"),
+        ({"priority": 2**31}, ValueError, r"priority must be in \[-2\*\*31, 2\*\*31\), got 2147"),
+        ({"priority": [0, "high"]}, TypeError, r"prompts\[1\]: priority must be a whole number"),
+        ({"priority": [0]}, ValueError, "one for each of the 2, got 1"),
+        ({"user": 7}, TypeError, "user must be a string, got 7"),
+        ({"user": None}, TypeError, "user must be a string, got None"),
+        ({"user": "x" * 257}, ValueError, "user must have at most 256 bytes, got 257"),
+        ({"user": "\ud800"}, ValueError, "user '.ud800' is not valid Unicode"),
+        ({"cache_salt": 7}, TypeError, "cache_salt must be a string, got 7"),
+        ({"cache_salt": b"x"}, TypeError, "cache_salt must be a string, got b'x'"),
+        ({"cache_salt": "é" * 129}, ValueError, "cache_salt must have at most 256 bytes, got 258"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_their_name(given, error, says):
+    """B06, F06: a salt that is silently dropped isolates nothing; bools are no numbers."""
+    with pytest.raises(error, match="^" + says if "one for each" not in says else says):
+        options(2, **given)

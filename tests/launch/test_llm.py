@@ -282,6 +282,67 @@ def test_a_bad_request_id_is_refused_before_anything_is_queued(llm, request_id, 
     assert llm.snapshot() == before
 
 
+def test_only_requests_of_one_salt_share_a_cached_prefix(model):
+    """B06: blocks of 16, 33 tokens; what another salt, or none, has computed is not found."""
+    with make_llm(model, block_size=16) as llm:
+        prompt = [5 + n % 40 for n in range(33)]
+        (alone,) = llm.generate(prompt, GREEDY, cache_salt="other")
+        outputs = [
+            llm.generate(prompt, GREEDY, cache_salt=salt)[0] for salt in ("a", "b", "a", None, "")
+        ]
+        assert [output.cached_tokens for output in outputs] == [0, 0, 32, 0, 32]
+        assert token_ids(outputs) == token_ids([alone]) * 5
+        *_, last = llm.stream(prompt, GREEDY, cache_salt="b")
+        assert last.cached_tokens == 32
+        counts = llm.snapshot()
+        assert (counts["prefix_cache_hits"], counts["prefix_cache_queries"]) == (3 * 32, 7 * 33)
+        assert_idle(llm)
+
+
+def test_without_a_prefix_cache_every_token_is_computed(model):
+    with make_llm(model, enable_prefix_caching=False) as llm:
+        for _ in range(2):
+            assert llm.generate([5] * 40, GREEDY)[0].cached_tokens == 0
+        assert llm.snapshot()["prefix_cache_hits"] == 0
+
+
+def test_the_most_urgent_of_a_list_is_answered_first(model, monkeypatch):
+    """With one row: the ends come in the order of urgency, the results in that of the prompts."""
+    with make_llm(model, max_num_seqs=1, scheduling_policy="priority") as llm:
+        ends: list[int] = []
+        take_outputs = llm._engine._engine._take_outputs
+
+        def watch() -> bool:
+            before = {r.submit.number for r in llm._engine._engine._requests.values()}
+            moved = take_outputs()
+            ends.extend(before - {r.submit.number for r in llm._engine._engine._requests.values()})
+            return moved
+
+        monkeypatch.setattr(llm._engine._engine, "_take_outputs", watch)
+        outputs = llm.generate([[5], [6], [7]], GREEDY, priority=[2, 0, 1])
+        assert [output.prompt_token_ids for output in outputs] == [[5], [6], [7]]
+        first = min(ends)
+        assert ends == [first + 1, first + 2, first]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("priority", True, TypeError),
+        ("priority", 2**31, ValueError),
+        ("user", 5, TypeError),
+        ("cache_salt", 5, TypeError),
+        ("cache_salt", "x" * 257, ValueError),
+    ],
+)
+def test_a_bad_request_option_is_refused_by_its_name(llm, field, value, error):
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(error, match=f"^{field} must"):
+            ask([5, 6], GREEDY, **{field: value})
+    with pytest.raises(error, match=f"^{field} must"):
+        llm.chat([{"role": "user", "content": "Hi"}], GREEDY, **{field: value})
+
+
 def test_a_chat_goes_through_the_models_template(llm):
     messages = [{"role": "user", "content": "hello"}]
     (one,) = llm.chat(messages, GREEDY)
