@@ -75,6 +75,10 @@ def check_pool(scheduler: Scheduler, in_flight: Iterable[InFlight]) -> None:
             )
         held += np.bincount(ids.ravel(), minlength=len(held))
     held[0] = 0
+    held += np.bincount(
+        scheduler.memory.held_ids(), minlength=len(held)
+    )  # by requests without a row
+    require(held[0] == 0, "a request without a row holds the null block")
     wrong_refs = np.flatnonzero(held != pool.ref_counts)
     require(
         not len(wrong_refs), "reference counts differ from what is held",
@@ -119,10 +123,11 @@ def check_queues(scheduler: Scheduler) -> None:
     )  # fmt: skip
 
 
-def check_tables(scheduler: Scheduler, state: WorkerState) -> None:
+def check_tables(scheduler: Scheduler, state: WorkerState, *, whole: bool = True) -> None:
     """A worker holds the lengths, tokens and blocks that the scheduler believes; left of a window it may be stale.
 
-    Rows whose present request the worker has not heard of yet are left out.
+    Rows whose present request the worker has not heard of yet are left out. Without `whole` only the last settled
+    token of each row is compared: tokens are only ever appended.
     """
     table, states = scheduler.table, state.requests
     rows = np.array(
@@ -136,27 +141,42 @@ def check_tables(scheduler: Scheduler, state: WorkerState) -> None:
     for name in ("num_tokens", "num_computed_tokens"):
         ours, theirs = getattr(table, name)[rows], getattr(states, name)[rows]
         require((ours == theirs).all(), f"{name} here and at the worker", ours, theirs)
-    for row in rows.tolist():
-        request, length = table.occupant(row), int(table.num_settled_tokens[row])
+    requests = [table.occupant(row) for row in rows.tolist()]
+    for name, values in (
+        ("num_prompt_tokens", [request.num_prompt_tokens for request in requests]),
+        ("seeds", [request.seed for request in requests]),
+    ):
+        theirs = getattr(states, name)[rows]
         require(
-            np.array_equal(table.token_ids[row, :length], states.token_ids[row, :length]),
-            "token ids here and at the worker differ in row", row,
-        )  # fmt: skip
-        told = (int(states.num_prompt_tokens[row]), int(states.seeds[row]))
-        require(
-            told == (request.num_prompt_tokens, request.seed),
-            "prompt length and seed at the worker", row, told,
-        )  # fmt: skip
+            (np.array(values) == theirs).all(), f"{name} here and at the worker", values, theirs
+        )
+    _check_token_ids(scheduler, state, rows, whole)
     for group, theirs in enumerate(state.block_tables.table):
         ours = scheduler.blocks.block_ids[group][rows]
         differ = (ours != 0) & (ours != theirs[rows])
         require(
             not differ.any(),
-            f"block table {group} here and at the worker, (row, column)",
+            f"block table {group} here and at the worker, (row of {rows.tolist()}, column)",
             np.argwhere(differ)[:4].tolist(),
         )
         counts = scheduler.blocks.num_blocks[group][rows]
         require(
             (counts == state.block_tables.num_blocks[group][rows]).all(),
             f"blocks held of KV group {group} here and at the worker",
-        )  # fmt: skip
+        )
+
+
+def _check_token_ids(
+    scheduler: Scheduler, state: WorkerState, rows: np.ndarray, whole: bool
+) -> None:
+    ours, theirs = scheduler.table.token_ids, state.requests.token_ids
+    lengths = scheduler.table.num_settled_tokens[rows]
+    same = ours[rows, lengths - 1] == theirs[rows, lengths - 1]
+    if whole and len(rows):
+        same &= np.array(
+            [
+                np.array_equal(ours[row, :length], theirs[row, :length])
+                for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
+            ]
+        )
+    require(same.all(), "token ids here and at the worker differ in rows", *rows[~same].tolist())

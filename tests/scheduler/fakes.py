@@ -19,7 +19,7 @@ from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.deliveries import Deliveries
 from rowcast.scheduler.front_messages import FinishCode, Submit, make_submit_key
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec
-from rowcast.scheduler.messages import SchedulerOutput
+from rowcast.scheduler.messages import Admissions, SchedulerOutput
 from rowcast.scheduler.policy import Policy
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
@@ -68,11 +68,14 @@ def scripted(outputs: dict[int, Sequence[int]], num_prompt_tokens: dict[int, int
 
 
 def alone(
-    submit: Submit, config: SchedulerConfig, model: Model = hash_model
+    submit: Submit, config: SchedulerConfig, model: Model = hash_model, *, most: int | None = None
 ) -> tuple[list[int], FinishCode]:
-    """A request's outputs and end when nobody else is there: the plain loop that a person can audit."""
+    """A request's outputs and end when nobody else is there: the plain loop that a person can audit.
+
+    most: tokens that the pool can carry it to, if less than max_model_len.
+    """
     num_prompt, params = len(submit.prompt_token_ids), submit.params
-    limit = config.max_model_len
+    limit = config.max_model_len if most is None else min(most, config.max_model_len)
     if params.max_tokens is not None:
         limit = min(limit, num_prompt + params.max_tokens)
     tokens = np.zeros(limit, np.int64)
@@ -134,7 +137,8 @@ class Bench:
     """A scheduler and a fake worker, stepped by hand; checks every invariant after every move.
 
     Requests are known by number; a request's seed is its number unless given. issued[number] counts the tokens that
-    steps ran of it; outputs and ends hold what was delivered.
+    steps ran of it; outputs, ends and cached hold what was delivered. first_hits[number]: what its first admission
+    found in the cache, as the worker was told.
     """
 
     def __init__(
@@ -167,6 +171,8 @@ class Bench:
         self.submits: dict[int, Submit] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, FinishCode] = {}
+        self.cached: dict[int, int] = {}
+        self.first_hits: dict[int, int] = {}
         self.issued: dict[int, int] = {}
         self.num_tokens_run = 0
         self.last_step: SchedulerOutput | None = None
@@ -175,6 +181,11 @@ class Bench:
     @property
     def free(self) -> int:
         return self.scheduler.pool.num_free
+
+    @property
+    def most_tokens(self) -> int:
+        """The length that a request may reach before the whole pool ends it: its last token needs no KV."""
+        return self.scheduler._door.max_kv_tokens + 1
 
     @property
     def running(self) -> list[int]:
@@ -231,6 +242,8 @@ class Bench:
         if issued is None:
             return None
         self.last_frame = issued.frame
+        if issued.step.admissions is not None:
+            self._note_hits(issued.step.admissions)
         table, plan = self.scheduler.table, issued.plan
         ran = {
             table.occupant(row).number: count
@@ -243,6 +256,16 @@ class Bench:
             self.issued[number] = self.issued.get(number, 0) + count
         self.num_tokens_run += issued.num_tokens
         return ran
+
+    def _note_hits(self, admissions: Admissions) -> None:
+        for row, cached, length in zip(
+            admissions.rows.tolist(),
+            admissions.num_cached_tokens.tolist(),
+            admissions.num_prompt_tokens.tolist(),
+            strict=True,
+        ):
+            number = self.scheduler.table.occupant(row).number
+            self.first_hits.setdefault(number, min(cached, length))
 
     def settle(self) -> list[tuple[int, int]]:
         """Hand the oldest step's tokens to the scheduler; (number, token) as delivered."""
@@ -277,6 +300,13 @@ class Bench:
 
     def _deliver(self, deliveries: Deliveries) -> list[tuple[int, int]]:
         delivered = []
+        for number, cached in zip(
+            deliveries.cached_numbers.tolist(), deliveries.cached_tokens.tolist(), strict=True
+        ):
+            assert number not in self.ends, f"request {number} got something after its end"
+            assert number not in self.cached, f"request {number} is told twice what was cached"
+            assert number not in self.outputs, f"request {number} has tokens already"
+            self.cached[number] = cached
         for number, token, code in zip(
             deliveries.numbers.tolist(),
             deliveries.tokens.tolist(),
@@ -294,13 +324,19 @@ class Bench:
     def check(self) -> None:
         self.engine.check()
 
+    def alone(self, number: int) -> tuple[list[int], FinishCode]:
+        """What this request gets when nobody else is there."""
+        config, most = self.scheduler.config, self.most_tokens
+        return alone(self.submits[number], config, self.worker.model, most=most)
+
     def check_all_ended(self) -> None:
         """Nothing is left of anyone, and each got what it gets alone."""
         for number, submit in self.submits.items():
             if self.ends[number] in (FinishCode.STOP, FinishCode.LENGTH):
-                outputs, code = alone(submit, self.scheduler.config, self.worker.model)
+                outputs, code = self.alone(number)
                 got = submit.output_token_ids.tolist() + self.outputs.get(number, [])
                 assert (got, self.ends[number]) == (outputs, code), f"request {number}"
+                assert self.cached.get(number, 0) == self.first_hits.get(number, 0)
         self.check_empty()
 
     def check_empty(self) -> None:

@@ -65,7 +65,7 @@ def test_a_wrong_length_or_seed_at_the_worker_is_found(column):
 def test_a_wrong_token_at_the_worker_is_found():
     bench = decoding()
     bench.worker.state.requests.token_ids[1, 3] += 1
-    with pytest.raises(Violation, match="token ids here and at the worker differ in row: 1"):
+    with pytest.raises(Violation, match="token ids here and at the worker differ in rows: 1"):
         bench.check()
 
 
