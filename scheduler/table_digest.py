@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,8 +20,6 @@ DIGEST_BYTES = 8
 _PERIOD = 16  # a row's stored values are folded in one of this many steps
 _MASK = 2**64 - 1
 _CHAIN = 0x9E3779B97F4A7C15  # odd: what a step folds never loses a difference that an earlier one brought in
-_SEED = np.uint64(0xD1342543DE82EF95)  # odd
-_LIVE = np.uint64(0xF1357AEA2E62A9C5)
 _BYTES = 0xAEF17502108EF2D9
 _all_weights = np.empty(0, np.uint64)
 
@@ -129,18 +126,23 @@ class _RowPart:
         self._num_tokens = table.num_tokens[part]
         self._num_computed = table.num_computed_tokens[part]
         self._num_prompt = table.num_prompt_tokens[part]
-        self._seeds = table.seeds[part].view(np.uint64)
+        halves_of_seeds = table.seeds[part, None].view(np.uint32)
         self._columns = [
-            column.view(np.uint32)
-            for column in (
-                self._num_tokens,
-                self._num_computed,
-                self._num_prompt,
-                table.top_k[part],
-                table.temperature[part],
-                table.top_p[part],
-                *(held[part] for held in num_blocks),
-            )
+            np.ones(len(rows), np.uint32),  # that the row is live
+            halves_of_seeds[:, 0],
+            halves_of_seeds[:, 1],
+            *(
+                column.view(np.uint32)
+                for column in (
+                    self._num_tokens,
+                    self._num_computed,
+                    self._num_prompt,
+                    table.top_k[part],
+                    table.temperature[part],
+                    table.top_p[part],
+                    *(held[part] for held in num_blocks),
+                )
+            ),
         ]
         # Two ids are summed as one word, where a row is a whole number of words.
         self._ids_per_word = 1 if table.token_ids.shape[1] % 2 else 2
@@ -148,7 +150,12 @@ class _RowPart:
         self._token_words = self._token_ids.view(
             np.uint64 if self._ids_per_word == 2 else np.uint32
         )
-        self._every_row = np.arange(len(rows))
+        # What an id of each place weighs within a word.
+        num_words = self._token_words.shape[1]
+        self._id_weights = np.repeat(_weights(num_words), self._ids_per_word)
+        self._id_weights[1 :: self._ids_per_word] <<= np.uint64(32 * (self._ids_per_word - 1))
+        self._all_ids = table.token_ids.reshape(-1).view(np.uint32)
+        self._row_starts = np.arange(rows.start, rows.stop, rows.step) * table.token_ids.shape[1]
         # Groups that see alike are folded together: their spec, counts, and the block ids of each.
         alike: dict[tuple[AttentionKind, int, int], list[int]] = {}
         for group, spec in enumerate(groups):
@@ -174,10 +181,7 @@ class _RowPart:
     def _sums_of_columns(self) -> np.ndarray:
         """[n] uint64, over lengths, params, seed and counts of blocks."""
         values = np.concatenate(self._columns).astype(np.uint64)
-        sums = np.dot(_weights(len(self._columns)), values.reshape(-1, self._num_rows))
-        sums += self._seeds * _SEED
-        sums += _LIVE
-        return sums
+        return np.dot(_weights(len(self._columns)), values.reshape(-1, self._num_rows))
 
     def _sums_of_tokens(self, depth: int) -> np.ndarray:
         """[n] uint64, over the token ids that both sides know."""
@@ -187,10 +191,10 @@ class _RowPart:
         # The last depth - 1 outputs of a row may be known to the workers alone: taken out again.
         for back in range(1, depth):
             places = self._num_tokens - back
-            is_output = places >= self._num_prompt
-            places = np.minimum(places.view(np.uint32), self._token_ids.shape[1] - 1)
-            ids = self._token_ids[self._every_row, places] * is_output
-            sums -= ids * _id_weights(self._token_ids.shape[1], self._ids_per_word)[places]
+            ids = self._all_ids.take(self._row_starts + places, mode="clip")
+            weights = self._id_weights.take(places, mode="clip")
+            weights *= places >= self._num_prompt  # a prompt is known whole
+            sums -= ids * weights
         return sums
 
     def _sums_of_blocks(
@@ -198,13 +202,16 @@ class _RowPart:
     ) -> np.ndarray:
         """[n] uint64, over the block ids of all groups that see alike."""
         width = min(max(0, int(held.max())), block_ids[0].shape[1])
-        cells = np.concatenate([ids[:, :width] for ids in block_ids]).astype(np.uint64)
-        cells = cells.reshape(len(block_ids), self._num_rows, width)
+        if len(block_ids) == 1:
+            cells = block_ids[0][:, :width].astype(np.uint64)
+        else:
+            cells = np.concatenate([ids[:, :width] for ids in block_ids]).astype(np.uint64)
+            cells = cells.reshape(len(block_ids), self._num_rows, width)
         if spec.kind is not AttentionKind.FULL:
             first = first_needed_block(spec, self._num_computed)
             cells *= np.arange(width) >= first[:, None]
         sums = np.dot(cells, _weights(width))
-        return sums[0] if len(sums) == 1 else np.dot(_weights(len(sums)), sums)
+        return sums if len(block_ids) == 1 else np.dot(_weights(len(sums)), sums)
 
 
 def _fold(data: bytes) -> int:
@@ -215,15 +222,6 @@ def _fold(data: bytes) -> int:
     if count:
         total += int(np.dot(np.frombuffer(data, np.uint64, count), weights[:count]))
     return total
-
-
-@cache
-def _id_weights(count: int, ids_per_word: int) -> np.ndarray:
-    """What each of `count` ids weighs within a dot product of words: [count] uint64."""
-    weights = np.repeat(_weights(-(-count // ids_per_word)), ids_per_word)
-    if ids_per_word == 2:
-        weights[1::2] <<= np.uint64(32)
-    return weights[:count]
 
 
 def _weights(count: int) -> np.ndarray:
