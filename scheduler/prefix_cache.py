@@ -115,6 +115,11 @@ class PrefixCache:
         """Count the hashes that are remembered: at most one for each block that has a name."""
         return len(self._key_of_hash)
 
+    @property
+    def num_keys(self) -> int:
+        """Count the keys that were ever made, in use or to be used again: what the tables grow with."""
+        return self._next_key - 1
+
     # ------------------------------------------------------------ hashing
 
     def root(self, cache_salt: str | None, adapter: str | None = None) -> bytes:
