@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
+from rowcast.tests.launch.tiny_gguf import Quantize, write_gguf
 from tokenizers.pre_tokenizers import ByteLevel
 
 CONTROL, NORMAL = 3, 1
@@ -70,9 +70,7 @@ class TinyLlama:
             put(f"{blk}.ffn_up.weight", self.intermediate_size, self.hidden_size)
             put(f"{blk}.ffn_down.weight", self.hidden_size, self.intermediate_size)
 
-    def write(
-        self, path: Path, quantize: Callable[[str], gguf.GGMLQuantizationType | None] | None = None
-    ) -> Path:
+    def write(self, path: Path, quantize: Quantize | None = None) -> Path:
         tokens = self.tokens
         values: dict[str, Any] = {
             "general.architecture": "llama",
@@ -99,29 +97,7 @@ class TinyLlama:
             "tokenizer.chat_template": TEMPLATE,
             **self.metadata,
         }
-        writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
-        for key, value in values.items():
-            if isinstance(value, bool):
-                writer.add_bool(key, value)
-            elif isinstance(value, int):
-                writer.add_uint32(key, value)
-            elif isinstance(value, float):
-                writer.add_float32(key, value)
-            elif isinstance(value, str):
-                writer.add_string(key, value)
-            elif value is not None:
-                writer.add_array(key, value)
-        for name, tensor in self.tensors.items():
-            kind = quantize(name) if quantize else None
-            if kind is None:
-                writer.add_tensor(name, tensor)
-            else:
-                writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
+        return write_gguf(path, values, self.tensors, quantize)
 
 
 @pytest.fixture

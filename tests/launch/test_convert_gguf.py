@@ -264,6 +264,14 @@ def test_an_unknown_tensor_is_refused(tiny_llama, tmp_path: Path) -> None:
         convert_gguf(model.write(tmp_path / "tiny.gguf"), tmp_path / "hf")
 
 
+def test_a_kind_of_number_that_cannot_be_read_is_named(tiny_llama, tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.tensors["output_norm.weight"] = model.tensors["output_norm.weight"].astype(np.float64)
+    path = model.write(tmp_path / "tiny.gguf")
+    with pytest.raises(ValueError, match=r"tensor 'output_norm\.weight' is stored as F64"):
+        convert_gguf(path, tmp_path / "hf")
+
+
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_transformers_reads_the_tokenizer(

