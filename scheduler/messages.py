@@ -180,6 +180,11 @@ class WorkerReport:
     result: StepResult | None = None
 
 
+_FRAME_KINDS = {int(kind): kind for kind in FrameKind}
+_RESULT_KINDS = {int(kind): kind for kind in ResultKind}
+_OPERATIONS = {int(operation): operation for operation in ControlOperation}
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -326,9 +331,9 @@ def decode_frame(message: bytes) -> Frame:
     """
     values = _unpack(message, "frame")
     epoch, kind, sequence, body = values[1], values[2], values[3], values[4:]
-    if type(kind) is not int or kind not in tuple(FrameKind):
+    if type(kind) is not int or kind not in _FRAME_KINDS:
         raise ProtocolError(f"frame has unknown kind {_short(kind)}")
-    kind = FrameKind(kind)
+    kind = _FRAME_KINDS[kind]
     if (sequence == 0) != (kind is FrameKind.HELLO):
         raise ProtocolError(f"{kind.name.lower()} frame cannot have sequence {sequence}")
     decoded: SchedulerOutput | Mask | ControlOperation | None = None
@@ -341,9 +346,9 @@ def decode_frame(message: bytes) -> Frame:
     else:
         _exactly(body, 1, "control frame")
         operation = _integer(body[0], "control frame: operation", 2**31)
-        if operation not in tuple(ControlOperation):
+        if operation not in _OPERATIONS:
             raise ProtocolError(f"control frame has unknown operation {operation}")
-        decoded = ControlOperation(operation)
+        decoded = _OPERATIONS[operation]
     return Frame(epoch=epoch, kind=kind, sequence=sequence, body=decoded)
 
 
@@ -454,9 +459,9 @@ def decode_report(message: bytes) -> WorkerReport:
     """
     values = _unpack(message, "report")
     epoch, kind, sequence, body = values[1], values[2], values[3], values[4:]
-    if type(kind) is not int or kind not in tuple(ResultKind):
+    if type(kind) is not int or kind not in _RESULT_KINDS:
         raise ProtocolError(f"report has unknown kind {_short(kind)}")
-    kind = ResultKind(kind)
+    kind = _RESULT_KINDS[kind]
     if kind is ResultKind.RESULT:
         _exactly(body, 3, "result")
         digests, extras = body[0], body[2]

@@ -244,7 +244,7 @@ def step_with(place: int, value) -> bytes:
         (packed(PROTOCOL_VERSION, 5, 0), "an array of at least 4"),
         (packed(PROTOCOL_VERSION + 1, 5, 0, 0), "has protocol version 3, this side speaks 2"),
         (packed(True, 5, 0, 0), "has protocol version True"),
-        (packed(float(PROTOCOL_VERSION), 5, 0, 0), "has protocol version 1.0"),
+        (packed(float(PROTOCOL_VERSION), 5, 0, 0), "has protocol version 2.0"),
         (packed(PROTOCOL_VERSION, -5, 0, 0), "epoch must be an integer"),
         (packed(PROTOCOL_VERSION, 2**63, 0, 0), "epoch must be an integer"),
         (packed(PROTOCOL_VERSION, 5, 0, True), "sequence must be an integer"),
