@@ -54,7 +54,7 @@ def serve(bench: Bench, prompt: list[int], **options) -> tuple[int, int]:
 
 
 def test_shared_blocks_from_the_first_owner_to_the_stranger_who_takes_them():
-    """PC-01, its ids and its order: 48 common tokens and a tail of one's own, twice, then a prompt of the whole pool."""
+    """PC-01, its ids and order: 48 common tokens and a tail of one's own, twice, then a prompt of the whole pool."""
     bench = caching(usable=10)
     bench.add(COMMON + tokens(1, 7))
     assert bench.step() == {0: 55}
@@ -106,10 +106,10 @@ def test_a_prompt_served_again_and_its_variants():
     assert serve(bench, prompt) == (0, 32)
     assert serve(bench, prompt) == (16, 16)
     assert serve(bench, prompt[:16]) == (0, 16)
-    assert serve(bench, prompt + [7]) == (32, 1)
+    assert serve(bench, [*prompt, 7]) == (32, 1)
     assert serve(bench, prompt + tokens(9, 16)) == (32, 16)
     assert serve(bench, prompt[:15]) == (0, 15)
-    assert serve(bench, prompt[:31] + [7]) == (16, 16)
+    assert serve(bench, [*prompt[:31], 7]) == (16, 16)
     bench.check_all_ended()
 
 
@@ -262,7 +262,7 @@ def test_what_was_in_flight_past_the_end_is_not_found():
     first = bench.add([11, 12, 13, 14], max_tokens=2)
     bench.run()
     again = [11, 12, 13, 14, *bench.outputs[first]]
-    assert serve(bench, again + [15]) == (5, 2)
+    assert serve(bench, [*again, 15]) == (5, 2)
     bench.check_all_ended()
 
 
@@ -327,7 +327,7 @@ def test_cached_tokens_of_an_aborted_request_do_not_follow_its_end(when):
 
 
 def test_blocks_of_a_last_token_in_flight_are_kept_until_it_settles():
-    """A-03: short's row is freed by the second step, its 3 blocks when the first settles (9,993 -> 9,996), and published."""
+    """A-03: short's row goes with the second step, its 3 blocks when the first settles (9,993 -> 9,996), published."""
     bench = caching(depth=2)
     short, long = tokens(1, 33), tokens(2, 33)
     bench.add(short, max_tokens=1)

@@ -191,3 +191,25 @@ def test_a_late_token_can_end_a_preempted_request():
     assert bench.waiting == []
     bench.run()
     bench.check_all_ended()
+
+
+def test_a_victim_that_the_step_had_placed_already_is_not_in_it():
+    """S04: A (priority 5) comes first in the step, then B (priority 0) finds no block: the plan must lose A again.
+
+    A has 31 computed tokens in 2 blocks, B 48 in 3; both want one, and none of 5 blocks is free.
+    """
+    bench = Bench(usable=5, max_num_batched_tokens=100, scheduling_policy="priority")
+    a = bench.add(30, submit={"priority": 5})
+    bench.step()
+    b = bench.add(48, submit={"priority": 0})
+    assert bench.step() == {a: 1, b: 48}
+    assert bench.free == 0
+    assert bench.issue(token_budget=8) == {b: 1}
+    assert bench.last_step.freed_rows.tolist() == [0]
+    assert bench.last_step.admissions is None
+    assert (bench.waiting, bench.free) == ([a], 1)
+    (preempted,) = bench.scheduler.waiting
+    assert (preempted.row, preempted.num_in_flight) == (-1, 0)
+    bench.settle()
+    bench.run()
+    bench.check_all_ended()

@@ -130,6 +130,25 @@ def test_two_prompts_of_six_tenths_of_the_pool_run_one_after_the_other():
     bench.check_all_ended()
 
 
+def test_blocks_of_a_running_prompts_later_chunks_are_promised_to_it():
+    """S03: r0 has 2 of its 7 blocks after its first chunk. 8 of 10 are free, and 3 of them for others: r1 needs 4.
+
+    Admitted, r1 ran its prompt and was preempted by r0's last chunk, or r0 waited for it.
+    """
+    bench = Bench(usable=10, max_num_batched_tokens=64, long_prefill_token_threshold=32)
+    bench.add(7 * 16, max_tokens=2)
+    bench.add(4 * 16, max_tokens=2)
+    bench.add(3 * 16, max_tokens=2)
+    assert bench.step() == {0: 32}
+    assert bench.free == 8
+    assert [bench.step() for _ in range(3)] == [{0: 32}, {0: 32}, {0: 16}]
+    assert bench.step() == {0: 1}  # its eighth block leaves two
+    assert bench.step() == {1: 32, 2: 32}
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+    bench.check_all_ended()
+
+
 # ---------------------------------------------------------------- chunks
 
 
@@ -144,6 +163,50 @@ def test_long_prompts_share_a_step():
     assert set(bench.outputs) == {0, 1}
     assert bench.step() == {0: 1, 1: 1, 2: 800 - 447}
     assert {number: len(tokens) for number, tokens in bench.outputs.items()} == {0: 3, 1: 2, 2: 1}
+
+
+def test_long_prompts_share_a_step_up_to_their_cap():
+    """C-01 as it stands: cap 400. The first step samples for nobody, the second not for r2, the third for all."""
+    bench = Bench(max_num_batched_tokens=1024, max_model_len=1024, long_prefill_token_threshold=400)
+    for _ in range(3):
+        bench.add(800)
+    assert bench.step() == {0: 400, 1: 400, 2: 224}
+    assert bench.outputs == {}
+    assert bench.step() == {0: 400, 1: 400, 2: 224}
+    assert set(bench.outputs) == {0, 1}
+    assert bench.step() == {0: 1, 1: 1, 2: 352}
+    assert {number: len(tokens) for number, tokens in bench.outputs.items()} == {0: 2, 1: 2, 2: 1}
+
+
+def test_a_lone_request_has_no_cap():
+    """C-07: nobody waits behind it. With two requests each takes 16 of its 33 tokens."""
+    bench = Bench(long_prefill_token_threshold=16)
+    bench.add(33)
+    assert bench.step() == {0: 33}
+    bench = Bench(long_prefill_token_threshold=16)
+    bench.add(33)
+    bench.add(33)
+    assert [bench.step() for _ in range(3)] == [{0: 16, 1: 16}] * 2 + [{0: 1, 1: 1}]
+
+
+def test_a_cap_lets_a_newcomer_start_beside_the_long_prompt():
+    """S19 as it stands: N's first token comes after two steps, and D has one in each, also with another long prompt."""
+    for num_long in (1, 2):
+        bench = Bench(max_num_batched_tokens=16, long_prefill_token_threshold=8)
+        decode = bench.add(4, max_tokens=40)
+        bench.step()
+        long = [bench.add(160) for _ in range(num_long)]
+        steps = [bench.step()]
+        newcomer = bench.add(8)
+        steps += [bench.step(), bench.step()]
+        if num_long == 1:
+            assert steps == [
+                {decode: 1, long[0]: 8},
+                {decode: 1, newcomer: 7, long[0]: 8},
+                {decode: 1, newcomer: 1, long[0]: 8},
+            ]
+            assert len(bench.outputs[newcomer]) == 1
+        assert [step[decode] for step in steps] == [1, 1, 1]
 
 
 def test_the_last_chunk_is_the_remainder():
