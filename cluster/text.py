@@ -182,7 +182,8 @@ class TextProcessor:
         source = self._chat_templates.get(name)
         if source is None:
             raise ValueError(
-                f"{self.model_dir} has no chat template; send the prompt as text, or add chat_template.jinja"
+                f"{self.model_dir} has no chat template (a base model continues text and does not chat); "
+                "send the prompt as text, or add chat_template.jinja"
             )
         with self._lock:
             if name not in self._compiled:
