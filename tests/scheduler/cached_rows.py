@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from hypothesis import strategies as st
 from rowcast.scheduler.block_pool import BlockPool
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec, blocks_needed
 from rowcast.scheduler.prefix_cache import PrefixCache
@@ -26,9 +27,25 @@ def spec(block_size: int = 16, *, window: int = 0, chunk: int = 0) -> KVGroupSpe
     )
 
 
+ANY_GROUP = st.builds(
+    lambda size, kind, window: spec(size, **({kind: window} if kind else {})),
+    st.sampled_from([2, 4, 6]),
+    st.sampled_from(["", "window", "chunk"]),
+    st.integers(1, 20),
+)
+
+
 def tokens_of(*parts: tuple[int, int]) -> np.ndarray:
     """Concatenate runs of consecutive token ids, each (first id, how many). Example: (7, 2), (1, 1) -> [7, 8, 1]."""
     return np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in parts])
+
+
+COMMON = tokens_of((1, 48))
+
+
+def with_tail(first: int, count: int) -> np.ndarray:
+    """48 common tokens and `count` of one's own."""
+    return np.concatenate((COMMON, tokens_of((first, count))))
 
 
 @dataclass
@@ -111,6 +128,21 @@ class CachedRows:
         assert row is not None
         self.end(self.publish(row))
         return row.hit
+
+    def keep(self, tokens: np.ndarray, *known: set[int]) -> np.ndarray:
+        """Cache only the given blocks of a prompt, by place, in each group, and leave them idle.
+
+        Returns: block ids [num_groups, links], 0 where none of that group was cached.
+        """
+        hashes = self.hashes(tokens)
+        ids = np.zeros((len(self.groups), len(hashes)), np.int32)
+        for group, places in enumerate(known):
+            links = self.groups[group].block_size // self.cache.base
+            for place in sorted(places):
+                ids[group, (place + 1) * links - 1] = self.pool.allocate(1)[0]
+        self.cache.publish(hashes, ids)
+        self.pool.free(ids[ids > 0])
+        return ids
 
     def refs(self, blocks: Sequence[int]) -> list[int]:
         return self.pool.ref_counts[list(blocks)].tolist()
