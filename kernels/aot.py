@@ -111,7 +111,8 @@ def configurations() -> Iterator[Configuration]:
         {
             **dict.fromkeys(("index_mapping", "block_table", "num_blocks", "out"), "*i32"),
             **dict.fromkeys(("num_reqs", "width"), "i32"),
-            **dict.fromkeys(("block_table_stride", "out_stride"), "i64"),
+            **dict.fromkeys(("block_table_group_stride", "block_table_stride"), "i64"),
+            **dict.fromkeys(("out_group_stride", "out_stride"), "i64"),
             "BLOCK": "constexpr",
         },
         {"BLOCK": 256},
@@ -126,8 +127,12 @@ def configurations() -> Iterator[Configuration]:
             "positions": "*i64",
             "block_table": "*i32",
             "out": "*i64",
-            **dict.fromkeys(("num_reqs", "num_out"), "i32"),
-            "block_table_stride": "i64",
+            "gathered": "*i32",
+            **dict.fromkeys(("num_reqs", "num_out", "width"), "i32"),
+            **dict.fromkeys(("block_table_group_stride", "block_table_stride"), "i64"),
+            **dict.fromkeys(
+                ("out_group_stride", "gathered_group_stride", "gathered_stride"), "i64"
+            ),
             **dict.fromkeys(("BLOCK_SIZE", "BLOCK"), "constexpr"),
         },
         {"BLOCK_SIZE": 16, "BLOCK": 256},

@@ -65,10 +65,37 @@ def test_equals_the_reference_at_odd_shapes(kernel, reference, max_num_seqs, max
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 9)])
 def test_an_out_that_does_not_fit_is_refused(kernel, tables, shape):
-    with pytest.raises(ValueError, match="at least 2 rows and at most 8 columns, got"):
+    with pytest.raises(ValueError, match="1 groups of at least 2 rows and at most 8 columns, got"):
         kernel("block_table_gather")(i32(7, 6), *tables, out=torch.zeros(shape, dtype=torch.int32))
 
 
 def test_another_dtype_is_refused_by_name(kernel, tables):
     with pytest.raises(ValueError, match="out must be"):
         kernel("block_table_gather")(i32(7, 6), *tables, out=torch.zeros((2, 2), dtype=torch.int64))
+
+
+def test_groups_of_one_block_size_are_gathered_at_once(kernel, tables):
+    """Into a part of a wider buffer, as a step's is."""
+    block_table, num_blocks = tables
+    groups = torch.stack([block_table, block_table + 100, block_table + 200])
+    buffer = torch.full((3, 4, 6), 99, dtype=torch.int32)
+    kernel("block_table_gather")(i32(7, 6), groups, num_blocks, out=buffer[:, :3, :3])
+    for group in range(3):
+        first, second = [100 * group + 37, 100 * group + 12], [100 * group + 81, 100 * group + 44]
+        assert buffer[group].tolist() == [
+            [*first, 0, 99, 99, 99],
+            [*second, 0, 99, 99, 99],
+            [0, 0, 0, 99, 99, 99],
+            [99] * 6,
+        ]
+
+
+def test_groups_that_do_not_match_are_refused(kernel, tables):
+    block_table, num_blocks = tables
+    with pytest.raises(ValueError, match="must have 2 groups of at least 2 rows"):
+        kernel("block_table_gather")(
+            i32(7, 6),
+            torch.stack([block_table] * 2),
+            num_blocks,
+            out=torch.zeros((3, 2, 2), dtype=torch.int32),
+        )

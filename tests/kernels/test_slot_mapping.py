@@ -83,6 +83,58 @@ def test_equals_the_reference_at_odd_shapes(kernel, reference, block_size):
     assert torch.equal(got, wanted)
 
 
+def test_groups_of_one_block_size_are_mapped_at_once(kernel):
+    """Into a part of a wider buffer, as a step's is."""
+    first = table({7: [37, 12], 6: [81, 44]})
+    buffer = torch.full((2, 7), 99, dtype=torch.int64)
+    kernel("slot_mapping")(
+        i32(7, 6),
+        i32(0, 1, 3),
+        torch.tensor([31, 16, 17]),
+        torch.stack([first, first + 1]),
+        block_size=16,
+        out=buffer[:, :4],
+    )
+    assert buffer.tolist() == [
+        [12 * 16 + 15, 44 * 16, 44 * 16 + 1, -1, 99, 99, 99],
+        [13 * 16 + 15, 45 * 16, 45 * 16 + 1, -1, 99, 99, 99],
+    ]
+
+
+@pytest.mark.parametrize("num_groups", [None, 1, 3])
+@pytest.mark.parametrize("block_size", [1, 4, 5])
+def test_gathered_rows_are_kept_up_to_date(kernel, num_groups, block_size):
+    """A batch that goes on as it was needs no other gathering: after each step the rows are as if gathered anew."""
+    generator = torch.Generator().manual_seed(block_size)
+    rows, query_lens = i32(5, 2, 8), (1, 1, 7)
+    starts = i32(0, 1, 2, 9)
+    computed = [0, block_size, 2 * block_size - 1]
+    groups = () if num_groups is None else (num_groups,)
+    shape = (*groups, 9, 40)
+    pool = torch.randint(1, 10**6, shape, generator=generator, dtype=torch.int32)
+    tables, num_blocks = torch.zeros_like(pool), torch.zeros(9, dtype=torch.int32)
+    buffer = torch.full((*groups, 5, 40), 99, dtype=torch.int32)
+    for step in range(4):
+        positions = [range(c, c + n) for c, n in zip(computed, query_lens, strict=True)]
+        for row, run in zip(rows.tolist(), positions, strict=True):
+            num_blocks[row] = -(-run.stop // block_size)
+            tables[..., row, : num_blocks[row]] = pool[..., row, : num_blocks[row]]
+        gathered = buffer[..., :4, :30]
+        anew = torch.empty_like(gathered)
+        kernel("block_table_gather")(rows, tables, num_blocks, out=anew)
+        if step == 0:
+            gathered.copy_(anew)
+        flat = torch.tensor([position for run in positions for position in run])
+        slots = torch.empty((*groups, len(flat)), dtype=torch.int64)
+        kernel("slot_mapping")(
+            rows, starts, flat, tables, block_size=block_size, out=slots, gathered=gathered
+        )
+        assert torch.equal(gathered, anew)
+        computed = [run.stop for run in positions]
+    assert (buffer[..., 4:, :] == 99).all()
+    assert (buffer[..., 30:] == 99).all()
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "told"),
     [
@@ -91,6 +143,8 @@ def test_equals_the_reference_at_odd_shapes(kernel, reference, block_size):
         ("block_table", torch.zeros((2, 2), dtype=torch.int64), "block_table must be"),
         ("block_size", 0, "block_size must be at least 1, got 0"),
         ("out", torch.zeros(4, dtype=torch.int32), "out must be"),
+        ("out", torch.zeros((2, 4), dtype=torch.int64), "must have 3 and 2 dimensions, or 2 and 1"),
+        ("gathered", torch.zeros((0, 4), dtype=torch.int32), "gathered at least 1 rows"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(kernel, name, wrong, told):
