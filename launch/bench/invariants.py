@@ -62,7 +62,7 @@ def check_pool(scheduler: Scheduler, in_flight: Iterable[InFlight]) -> None:
             counts,
             needed,
         )
-        ids = blocks.block_ids[group][rows]
+        ids = blocks.block_ids[group][rows, : counts.max(initial=0) + 1]
         columns = np.arange(ids.shape[1])
         first = first_seen(spec, settled) // spec.block_size
         wanted = (columns >= first[:, None]) & (columns < counts[:, None])

@@ -280,7 +280,7 @@ moves = st.sampled_from(
 
 @given(engine=engines, moves=st.lists(moves, min_size=10, max_size=50))
 @settings(
-    max_examples=NUM_EXAMPLES or 200,
+    max_examples=NUM_EXAMPLES or 150,
     derandomize=not NUM_EXAMPLES,
     database=None,
     deadline=None,
