@@ -7,6 +7,7 @@ must get is `scheduler.agreement.derive_growth`. Cells beyond a row's count hold
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,61 +28,98 @@ def ragged_cells(
     return np.repeat(rows, counts), columns
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SameSize:
+    """The groups of one block size: a row holds the same number of blocks in each, so they grow and shrink together.
+
+    Shapes, int32: num_blocks [max_num_seqs]; table [groups of this size, max_num_seqs, max_blocks].
+    """
+
+    block_size: int
+    max_blocks: int
+    groups: tuple[int, ...]
+    num_blocks: np.ndarray
+    table: np.ndarray
+
+
 class BlockTables:
-    """Shapes, all int32: table[group] [max_num_seqs, max_blocks[group]]; num_blocks[group] [max_num_seqs]."""
+    """Shapes, all int32: table[group] [max_num_seqs, max_blocks[group]]; num_blocks[group] [max_num_seqs].
+
+    sizes: the same memory, by block size. Groups of one size share their counts.
+    """
 
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroupSpec]
     ) -> None:
-        self.block_sizes = tuple(spec.block_size for spec in groups)
-        self.max_blocks = tuple(blocks_needed(max_model_len, size) for size in self.block_sizes)
-        self.table = tuple(np.zeros((max_num_seqs, width), np.int32) for width in self.max_blocks)
-        self.num_blocks = tuple(np.zeros(max_num_seqs, np.int32) for _ in self.block_sizes)
+        of_size: dict[int, list[int]] = {}
+        for group, spec in enumerate(groups):
+            of_size.setdefault(spec.block_size, []).append(group)
+        self.sizes = tuple(
+            SameSize(
+                block_size=size,
+                max_blocks=blocks_needed(max_model_len, size),
+                groups=tuple(same),
+                num_blocks=np.zeros(max_num_seqs, np.int32),
+                table=np.zeros(
+                    (len(same), max_num_seqs, blocks_needed(max_model_len, size)), np.int32
+                ),
+            )
+            for size, same in of_size.items()
+        )
+        homes = [self.sizes[list(of_size).index(spec.block_size)] for spec in groups]
+        self.max_blocks = tuple(home.max_blocks for home in homes)
+        self.num_blocks = tuple(home.num_blocks for home in homes)
+        self.table = tuple(home.table[home.groups.index(group)] for group, home in enumerate(homes))
 
     @property
     def num_groups(self) -> int:
-        return len(self.block_sizes)
+        return len(self.table)
 
     def replace(
-        self, group: int, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray
+        self, size: int, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray
     ) -> None:
-        """Give rows [n] new lists of blocks, counts [n] of block_ids [sum(counts)] each; the rest of a row is 0."""
-        table = self.table[group]
-        self._check_width(group, rows, counts, np.zeros_like(counts))
-        table[rows] = 0
-        table[ragged_cells(rows, counts)] = block_ids
-        self.num_blocks[group][rows] = counts
+        """Give rows [n] new lists of blocks in the groups of sizes[size]; the rest of a row is 0.
+
+        Shapes: counts [n]; block_ids [groups of this size, sum(counts)], each group's lists behind each other.
+        """
+        same = self.sizes[size]
+        self._check_width(size, rows, counts, np.zeros_like(counts))
+        same.table[:, rows] = 0
+        same.table[:, *ragged_cells(rows, counts)] = block_ids
+        same.num_blocks[rows] = counts
 
     def append(
-        self, group: int, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray
+        self, size: int, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Put block_ids [sum(counts)] behind what rows [n] hold, counts [n] each; returns the cells written.
+        """Put blocks behind what rows [n] hold, shapes as in `replace`; returns the cells written.
 
         Example: row 2 holds [9, 10, 11]; append [12] -> [9, 10, 11, 12].
         Raises: ValueError, before anything is written, if a row would pass the table's width.
         """
-        held = self.num_blocks[group][rows]
-        self._check_width(group, rows, counts, held)
-        one_each = (counts == 1).all()  # steady decode
+        same = self.sizes[size]
+        held = same.num_blocks[rows]
+        self._check_width(size, rows, counts, held)
+        one_each = block_ids.shape[-1] == len(rows) and (counts == 1).all()  # steady decode
         cells = (rows, held) if one_each else ragged_cells(rows, counts, held)
-        self.table[group][cells] = block_ids
-        self.num_blocks[group][rows] = held + counts
+        same.table[:, *cells] = block_ids
+        same.num_blocks[rows] = held + counts
         return cells
 
     def remove(self, rows: np.ndarray) -> None:
         """Clear rows [n] in every group."""
-        for table, num_blocks in zip(self.table, self.num_blocks, strict=True):
-            table[rows] = 0
-            num_blocks[rows] = 0
+        for same in self.sizes:
+            same.table[:, rows] = 0
+            same.num_blocks[rows] = 0
 
     def _check_width(
-        self, group: int, rows: np.ndarray, counts: np.ndarray, held: np.ndarray
+        self, size: int, rows: np.ndarray, counts: np.ndarray, held: np.ndarray
     ) -> None:
-        width = self.max_blocks[group]
-        past = np.flatnonzero(held + counts > width)
-        if len(past):
-            i = past[0]
-            raise ValueError(
-                f"row {rows[i]}: {held[i]} blocks of KV group {group} and {counts[i]} more make "
-                f"{held[i] + counts[i]}, its table has {width} columns"
-            )
+        same = self.sizes[size]
+        after = held + counts
+        if not len(after) or after.max() <= same.max_blocks:
+            return
+        i = int(after.argmax())
+        raise ValueError(
+            f"row {rows[i]}: {held[i]} blocks of KV group {same.groups[0]} and {counts[i]} more make "
+            f"{after[i]}, its table has {same.max_blocks} columns"
+        )

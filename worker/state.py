@@ -13,23 +13,26 @@ import numpy as np
 
 from ..scheduler.agreement import Lengths, StepPlan, TableDigest, derive_growth, plan_step
 from ..scheduler.kv_groups import KVGroupSpec
-from ..scheduler.messages import ProtocolError, SchedulerOutput
+from ..scheduler.messages import Admissions, ProtocolError, SchedulerOutput
 from . import table_changes
 from .block_tables import BlockTables, ragged_cells
 from .request_states import RequestStates
 from .step_checks import (
     check_admissions,
-    check_block_ids,
     check_exceptions,
     check_freed_rows,
-    check_growth_count,
+    check_grown_blocks,
+    check_growth_counts,
 )
 from .table_changes import TableChanges
 
 
 @dataclass(kw_only=True, slots=True)
 class _Forecast:
-    """The lengths and block counts of the live rows as they will be once a step's frees and admissions are applied."""
+    """Lengths and block counts of the live rows as they will be once a step's frees and admissions are applied.
+
+    num_blocks: one for each of `BlockTables.sizes`.
+    """
 
     live: np.ndarray
     num_tokens: np.ndarray
@@ -99,7 +102,7 @@ class WorkerState:
                 f"got {len(step.masked_rows)} rows"
             )
         lengths: Lengths = self.requests
-        held = self.block_tables.num_blocks
+        held = tuple(same.num_blocks for same in self.block_tables.sizes)
         previous = self._previous
         if len(step.freed_rows) or step.admissions is not None:
             forecast = self._forecast(step)
@@ -108,23 +111,21 @@ class WorkerState:
             check_exceptions(step, lengths)
         plan = plan_step(lengths, step.run_rows, step.run_counts, step.paused_rows, previous)
         self._check_room(plan, lengths)
-        growth = []
-        for group, block_ids in enumerate(step.grown_block_ids):
-            rows, counts = derive_growth(plan, held[group], self.groups[group].block_size)
-            check_growth_count(group, rows, counts, block_ids)
-            check_block_ids(block_ids, self.num_blocks, f"grown_block_ids of KV group {group}")
-            growth.append((group, rows, counts, block_ids))
+        growth = [
+            derive_growth(plan, num_blocks, same.block_size)
+            for num_blocks, same in zip(held, self.block_tables.sizes, strict=True)
+        ]
+        for (rows, counts), same in zip(growth, self.block_tables.sizes, strict=True):
+            check_growth_counts(same.groups, rows, counts, step.grown_block_ids)
+        check_grown_blocks(step.grown_block_ids, self.num_blocks)
         # Nothing below can fail: from here on the tables change.
         if len(step.freed_rows):
             self._free(step.freed_rows)
         if step.admissions is not None:
-            self._admit(step)
-        for group, rows, counts, block_ids in growth:
+            self._admit(step.admissions)
+        for size, (rows, counts) in enumerate(growth):
             if len(rows):
-                cells = self.block_tables.append(group, rows, counts, block_ids)
-                if self.changes is not None:
-                    self.changes.add(table_changes.block_table(group), *cells)
-                    self.changes.add(table_changes.num_blocks(group), rows)
+                self._grow(size, rows, counts, step.grown_block_ids)
         self.digests.begin(plan)
         return plan
 
@@ -165,7 +166,7 @@ class WorkerState:
             live=requests.live.copy(),
             num_tokens=requests.num_tokens.copy(),
             num_computed_tokens=requests.num_computed_tokens.copy(),
-            num_blocks=tuple(counts.copy() for counts in self.block_tables.num_blocks),
+            num_blocks=tuple(same.num_blocks.copy() for same in self.block_tables.sizes),
         )
         freed = step.freed_rows
         if len(freed):
@@ -185,8 +186,8 @@ class WorkerState:
             forecast.live[admissions.rows] = True
             forecast.num_tokens[admissions.rows] = admissions.num_tokens
             forecast.num_computed_tokens[admissions.rows] = admissions.num_cached_tokens
-            for counts, admitted in zip(forecast.num_blocks, admissions.num_blocks, strict=True):
-                counts[admissions.rows] = admitted
+            for counts, same in zip(forecast.num_blocks, self.block_tables.sizes, strict=True):
+                counts[admissions.rows] = admissions.num_blocks[same.groups[0]]
         return forecast
 
     def _check_room(self, plan: StepPlan, lengths: Lengths) -> None:
@@ -208,18 +209,29 @@ class WorkerState:
             for group in range(self.block_tables.num_groups):
                 self.changes.add(table_changes.num_blocks(group), rows)
 
-    def _admit(self, step: SchedulerOutput) -> None:
-        admissions = step.admissions
-        assert admissions is not None
+    def _admit(self, admissions: Admissions) -> None:
         rows = admissions.rows
         self.requests.add(admissions)
-        for group, (counts, block_ids) in enumerate(
-            zip(admissions.num_blocks, admissions.block_ids, strict=True)
-        ):
-            self.block_tables.replace(group, rows, counts, block_ids)
+        for size, same in enumerate(self.block_tables.sizes):
+            counts = admissions.num_blocks[same.groups[0]]
+            block_ids = np.stack([admissions.block_ids[group] for group in same.groups])
+            self.block_tables.replace(size, rows, counts, block_ids)
         if self.changes is not None:
             self.changes.add(table_changes.TOKEN_IDS, *ragged_cells(rows, admissions.num_tokens))
             self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
             for group, counts in enumerate(admissions.num_blocks):
                 self.changes.add(table_changes.block_table(group), *ragged_cells(rows, counts))
+                self.changes.add(table_changes.num_blocks(group), rows)
+
+    def _grow(
+        self, size: int, rows: np.ndarray, counts: np.ndarray, grown: Sequence[np.ndarray]
+    ) -> None:
+        groups = self.block_tables.sizes[size].groups
+        block_ids = (
+            grown[groups[0]] if len(groups) == 1 else np.stack([grown[group] for group in groups])
+        )
+        cells = self.block_tables.append(size, rows, counts, block_ids)
+        if self.changes is not None:
+            for group in groups:
+                self.changes.add(table_changes.block_table(group), *cells)
                 self.changes.add(table_changes.num_blocks(group), rows)

@@ -80,16 +80,26 @@ def check_block_ids(block_ids: np.ndarray, num_blocks: int, what: str) -> None:
         raise ProtocolError(f"step: {what}: block ids are [1, {num_blocks}), got {wrong}")
 
 
-def check_growth_count(
-    group: int, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray
+def check_growth_counts(
+    groups: Sequence[int], rows: np.ndarray, counts: np.ndarray, grown: Sequence[np.ndarray]
 ) -> None:
     """The blocks sent are exactly as many as the rows that grow need: both sides derive the same rows."""
     expected = int(counts.sum()) if len(counts) else 0
-    if len(block_ids) != expected:
-        raise ProtocolError(
-            f"step: grown_block_ids of KV group {group} must have {expected} ids for "
-            f"{len(rows)} rows that grow, got {len(block_ids)}"
-        )
+    for group in groups:
+        if len(grown[group]) != expected:
+            raise ProtocolError(
+                f"step: grown_block_ids of KV group {group} must have {expected} ids for "
+                f"{len(rows)} rows that grow, got {len(grown[group])}"
+            )
+
+
+def check_grown_blocks(grown: Sequence[np.ndarray], num_blocks: int) -> None:
+    """Each new block of each group is a pool block."""
+    together = grown[0] if len(grown) == 1 else np.concatenate(grown)
+    # One less, and read as unsigned: 0 and whatever lies below it are very high.
+    if len(together) and (together - 1).view(np.uint32).max() >= num_blocks - 1:
+        for group, block_ids in enumerate(grown):
+            check_block_ids(block_ids, num_blocks, f"grown_block_ids of KV group {group}")
 
 
 def check_admissions(
@@ -142,6 +152,7 @@ def check_admissions(
             f"step: admissions: token ids are [0, {vocab_size}), got {wrong}; "
             "does the scheduler know the same model?"
         )
+    sizes: dict[int, int] = {}  # the first group of each block size
     for group, (counts, block_ids) in enumerate(
         zip(admissions.num_blocks, admissions.block_ids, strict=True)
     ):
@@ -149,6 +160,12 @@ def check_admissions(
         covering = blocks_needed(cached, groups[group].block_size)
         refuse(counts > width, counts, f"KV group {group} has room for {width} blocks in a row")
         refuse(counts < covering, counts, f"KV group {group} needs blocks for every cached token")
+        twin = sizes.setdefault(groups[group].block_size, group)
+        refuse(
+            counts != admissions.num_blocks[twin],
+            counts,
+            f"KV group {group} holds as many blocks as KV group {twin}, which has the same block size",
+        )
         # What lies left of the window of everything that is left to compute is never read: it has no block.
         _, columns = ragged_cells(rows, counts)
         unseen = columns < np.repeat(first_needed_block(groups[group], cached), counts)
