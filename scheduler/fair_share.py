@@ -66,6 +66,10 @@ class FairShare:
         """Count those with something unfinished: nobody else is remembered."""
         return len(self._users)
 
+    @property
+    def num_remembered(self) -> int:
+        return self._num_waiting + len(self._users)
+
     def tokens_served(self, user: str) -> int:
         """The counter of a user with something unfinished."""
         return int(self._served[self._users[user].index])

@@ -21,6 +21,10 @@ class FirstComeFirstServed:
     def __init__(self) -> None:
         self._waiting = WaitingQueue(arrival)
 
+    @property
+    def num_remembered(self) -> int:
+        return len(self._waiting)
+
     def has_room(self, user: str, max_waiting: int) -> bool:
         return len(self._waiting) < max_waiting
 

@@ -30,6 +30,11 @@ __all__ = ["FairShare", "FirstComeFirstServed", "Policy", "Priority", "make_poli
 class Policy(Protocol):
     """What the scheduler asks of an order, and tells it."""
 
+    @property
+    def num_remembered(self) -> int:
+        """Count everything that is kept of requests and users; 0 when all is over."""
+        ...
+
     def has_room(self, user: str, max_waiting: int) -> bool:
         """Tell whether one more request of this user may wait. max_waiting: how many the queue is made for."""
         ...

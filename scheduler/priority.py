@@ -22,6 +22,10 @@ class Priority:
     def __init__(self) -> None:
         self._waiting = WaitingQueue(_urgency)
 
+    @property
+    def num_remembered(self) -> int:
+        return len(self._waiting)
+
     def has_room(self, user: str, max_waiting: int) -> bool:
         return len(self._waiting) < max_waiting
 

@@ -104,6 +104,7 @@ class Scheduler:
             self._registry.num_entries
             + len(self._detached)
             + len(self._outbox)
+            + self.waiting.num_remembered
             + self.memory.num_holders
             + self._stops.num_watched
         )

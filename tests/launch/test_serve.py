@@ -100,6 +100,9 @@ def test_status_shows_what_runs(command_line, detached):
     shown = command_line.run("status")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("engine default: ready, ")
+    assert re.search(r"^policy +fcfs *$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^prefix cache hits +0 of 0 prompt tokens *$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^preemptions +0 *$", shown.stdout, re.MULTILINE)
     status = json.loads(command_line.run("status", "--json").stdout)
     assert status["tensor_parallel_size"] == 2
     assert status["running"] == status["waiting"] == 0
