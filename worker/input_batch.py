@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..scheduler.agreement import StepPlan
+from ..scheduler.agreement import Batch, StepPlan
+from ..scheduler.kv_groups import blocks_needed
 from .backend import Backend
 from .device_mirror import DeviceMirror, HostTables, Tables
 from .state import WorkerState
@@ -52,12 +53,46 @@ class InputBatch:
     )  # [num_sampling] int64: batch_index of each request that samples
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A part of a buffer: as a tensor, and the same memory as the backend's kernels take it."""
+
+    tensor: torch.Tensor
+    kernel: Any
+
+
 class _Buffer:
     """A tensor, and the same memory as the backend's kernels take it."""
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device, arrays: bool) -> None:
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self.kernel: Any = self.tensor.numpy() if arrays else self.tensor
+        self._tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self._kernel: Any = self._tensor.numpy() if arrays else self._tensor
+
+    def first(self, length: int, width: int | None = None) -> _View:
+        """The first `length` entries, or of a table the first `width` columns of the first `length` rows."""
+        where = slice(length) if width is None else (slice(length), slice(width))
+        return _View(self._tensor[where], self._kernel[where])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Views:
+    """What the steps of one batch have in common.
+
+    step_arrays: index_mapping, query_start_loc (padded), sample_batch_indices, logits_indices; step_tensors the same
+    memory. block_tables: the output of each (group, width) that has been asked for.
+    """
+
+    batch: Batch
+    padded_reqs: int
+    max_query_len: int
+    step_arrays: tuple[np.ndarray, ...]
+    step_tensors: tuple[torch.Tensor, ...]
+    input_ids: _View
+    positions: _View
+    seq_lens: _View
+    slots: tuple[_View, ...]
+    slot_tensors: tuple[torch.Tensor, ...]
+    block_tables: dict[tuple[int, int], _View]
 
 
 class InputBuilder:
@@ -82,6 +117,8 @@ class InputBuilder:
             DeviceMirror(state, self._device) if backend.uses_mirror else HostTables(state)
         )
         rows, groups = state.max_num_seqs, state.block_tables
+        self._groups = range(groups.num_groups)
+        self._views: _Views | None = None  # of the latest step that was not padded
         self._input_ids = self._buffer(max_num_batched_tokens)
         self._positions = self._buffer(max_num_batched_tokens, dtype=torch.int64)
         self._seq_lens = self._buffer(rows)
@@ -97,87 +134,90 @@ class InputBuilder:
     def build(self, plan: StepPlan, *, pad_to: tuple[int, int] | None = None) -> InputBatch:
         """Gather a step's inputs. Call it between `state.apply` and `state.commit`.
 
-        Shapes: pad_to is (padded_reqs, padded_tokens). The width of a group's block tables is the most blocks that a
-            request of this step holds, at least 1; rows lie max_blocks apart, so addresses do not depend on it.
+        Shapes: pad_to is (padded_reqs, padded_tokens). The width of a group's block tables is the blocks of the step's
+            longest sequence, at least 1; rows lie max_blocks apart, so addresses do not depend on it.
         Example: DESIGN.md section 1 (`test_worked_example`).
         Raises: ValueError if the step, or pad_to, does not fit the buffers, or pad_to is smaller than the step.
         """
-        num_reqs = plan.num_reqs
-        num_tokens = int(plan.num_scheduled_tokens.sum())
-        padded_reqs, padded_tokens = pad_to or (num_reqs, num_tokens)
-        self._check_sizes(num_reqs, num_tokens, padded_reqs, padded_tokens)
-        starts = np.full(padded_reqs + 1, num_tokens, np.int32)
-        starts[0] = 0
-        np.cumsum(plan.num_scheduled_tokens, out=starts[1 : num_reqs + 1])
-        if plan.samples.all():
-            sampling, logits_indices = np.arange(num_reqs), starts[1 : num_reqs + 1] - np.int64(1)
-        else:
-            sampling = np.flatnonzero(plan.samples)
-            logits_indices = starts[sampling + 1] - np.int64(1)
-
-        index_mapping, query_start_loc, sampling, logits_indices = self.tables.upload(
-            plan.index_mapping, starts, sampling, logits_indices
-        )
-        input_ids = self._input_ids.kernel[:padded_tokens]
-        positions = self._positions.kernel[:padded_tokens]
-        widths = self._run_kernels(
-            plan, index_mapping, query_start_loc[: num_reqs + 1], input_ids, positions, padded_reqs
-        )
-        ends = plan.num_computed_tokens + plan.num_scheduled_tokens
+        batch = plan.batch
+        views = self._views
+        if views is None or views.batch is not batch or pad_to is not None:
+            views = self._views_of(batch, *(pad_to or (batch.num_reqs, batch.num_tokens)))
+            self._views = (
+                views if pad_to is None else None
+            )  # steady steps share them, as they share the batch
+        sent = self.tables.upload(*views.step_arrays)
+        tensors = views.step_tensors if sent[0] is views.step_arrays[0] else sent
+        input_block_tables = self._run_kernels(plan, views, *sent[:2])
         return InputBatch(
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            max_query_len=int(plan.num_scheduled_tokens[-1]) if num_reqs else 0,
-            max_seq_len=int(ends.max()) if num_reqs else 0,
-            index_mapping=_tensor(index_mapping),
-            input_ids=self._input_ids.tensor[:padded_tokens],
-            positions=self._positions.tensor[:padded_tokens],
-            query_start_loc=_tensor(query_start_loc),
-            seq_lens=self._seq_lens.tensor[:padded_reqs],
-            input_block_tables=tuple(
-                table.tensor[:padded_reqs, :width]
-                for table, width in zip(self._block_tables, widths, strict=True)
-            ),
-            slot_mappings=tuple(slots.tensor[:padded_tokens] for slots in self._slots),
-            logits_indices=_tensor(logits_indices),
-            sample_batch_indices=_tensor(sampling),
+            num_reqs=batch.num_reqs,
+            num_tokens=batch.num_tokens,
+            max_query_len=views.max_query_len,
+            max_seq_len=plan.max_seq_len,
+            index_mapping=tensors[0],
+            input_ids=views.input_ids.tensor,
+            positions=views.positions.tensor,
+            query_start_loc=tensors[1],
+            seq_lens=views.seq_lens.tensor,
+            input_block_tables=input_block_tables,
+            slot_mappings=views.slot_tensors,
+            logits_indices=tensors[3],
+            sample_batch_indices=tensors[2],
+        )
+
+    def _views_of(self, batch: Batch, padded_reqs: int, padded_tokens: int) -> _Views:
+        """Everything of a step that depends on its batch alone."""
+        num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+        self._check_sizes(num_reqs, num_tokens, padded_reqs, padded_tokens)
+        starts = batch.query_start_loc
+        if batch.all_sample:
+            sampling, logits_indices = np.arange(num_reqs), starts[1:] - np.int64(1)
+        else:
+            sampling = np.flatnonzero(batch.samples)
+            logits_indices = starts[sampling + 1] - np.int64(1)
+        padded_starts = np.pad(starts, (0, padded_reqs - num_reqs), mode="edge")
+        step_arrays = (batch.index_mapping, padded_starts, sampling, logits_indices)
+        slots = tuple(buffer.first(padded_tokens) for buffer in self._slots)
+        return _Views(
+            batch=batch,
+            padded_reqs=padded_reqs,
+            max_query_len=int(batch.num_scheduled_tokens[-1]) if num_reqs else 0,
+            step_arrays=step_arrays,
+            step_tensors=tuple(map(torch.from_numpy, step_arrays)),
+            input_ids=self._input_ids.first(padded_tokens),
+            positions=self._positions.first(padded_tokens),
+            seq_lens=self._seq_lens.first(padded_reqs),
+            slots=slots,
+            slot_tensors=tuple(view.tensor for view in slots),
+            block_tables={},
         )
 
     def _run_kernels(
-        self,
-        plan: StepPlan,
-        index_mapping: Any,
-        query_start_loc: Any,
-        input_ids: Any,
-        positions: Any,
-        padded_reqs: int,
-    ) -> list[int]:
+        self, plan: StepPlan, views: _Views, index_mapping: Any, query_start_loc: Any
+    ) -> tuple[torch.Tensor, ...]:
         """Fill the buffers, one launch for the tokens and two a KV group; none if there is nothing to fill.
 
-        Returns: the width of each group's block tables.
+        Returns: the block tables of each group.
         """
-        held = self._state.block_tables.num_blocks
-        rows = plan.index_mapping
-        widths = [max(1, int(counts[rows].max())) if len(rows) else 1 for counts in held]
-        if not padded_reqs and not len(input_ids):
-            return widths
+        out = [self._block_table_views(views, group, plan.max_seq_len) for group in self._groups]
+        result = tuple(view.tensor for view in out)
+        positions = views.positions.kernel
+        if not views.padded_reqs and not len(positions):
+            return result
         backend, tables = self._backend, self.tables
+        query_start_loc = query_start_loc[: plan.num_reqs + 1]
         backend.token_inputs(
             index_mapping,
             query_start_loc,
             tables.num_computed_tokens,
             tables.token_ids,
-            input_ids=input_ids,
+            input_ids=views.input_ids.kernel,
             positions=positions,
-            seq_lens=self._seq_lens.kernel[:padded_reqs],
+            seq_lens=views.seq_lens.kernel,
         )
-        for group, width in enumerate(widths):
-            table = tables.block_table[group]
+        for group, table in enumerate(tables.block_table):
             backend.block_table_gather(
-                index_mapping,
-                table,
-                tables.num_blocks[group],
-                out=self._block_tables[group].kernel[:padded_reqs, :width],
+                index_mapping, table, tables.num_blocks[group], out=out[group].kernel
             )
             backend.slot_mapping(
                 index_mapping,
@@ -185,9 +225,17 @@ class InputBuilder:
                 positions,
                 table,
                 block_size=self._state.groups[group].block_size,
-                out=self._slots[group].kernel[: len(positions)],
+                out=views.slots[group].kernel,
             )
-        return widths
+        return result
+
+    def _block_table_views(self, views: _Views, group: int, max_seq_len: int) -> _View:
+        width = max(1, blocks_needed(max_seq_len, self._state.groups[group].block_size))
+        view = views.block_tables.get((group, width))
+        if view is None:
+            view = self._block_tables[group].first(views.padded_reqs, width)
+            views.block_tables[group, width] = view
+        return view
 
     def _check_sizes(
         self, num_reqs: int, num_tokens: int, padded_reqs: int, padded_tokens: int
@@ -203,7 +251,3 @@ class InputBuilder:
                 f"{self._state.max_num_seqs} requests and {self._max_tokens} tokens; raise "
                 "max_num_seqs or max_num_batched_tokens on the worker to what the scheduler has"
             )
-
-
-def _tensor(value: np.ndarray | torch.Tensor) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
