@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import rowcast
+from rowcast.scheduler.kv_groups import most_blocks
 from rowcast.tests.worker.gemma import make_gemma
 from rowcast.tests.worker.generation import (
     generate,
@@ -81,8 +82,8 @@ def test_greedy_tokens_equal_those_of_transformers_on_one_to_four_ranks(
             assert tokens == [expected], f"rank {rank} of {world_size}"
 
 
-def test_token_budget_block_size_and_a_small_pool_change_no_token(tmp_path: Path):
-    """Chunks that end inside a window and inside a block, and rows that come back with an empty table."""
+def test_token_budget_block_size_small_pool_and_prefix_hits_change_no_token(tmp_path: Path):
+    """Chunks that end inside a window and inside a block, rows that lost their blocks, tables that begin with holes."""
     folder = make_gemma(tmp_path)
     prompts = prompts_of(3)
     expected = transformers_tokens(folder, prompts, MAX_TOKENS)
@@ -91,12 +92,16 @@ def test_token_budget_block_size_and_a_small_pool_change_no_token(tmp_path: Path
         {"max_num_batched_tokens": 33, "block_size": 4},
         {"max_num_batched_tokens": 16, "block_size": 3},
     ):
-        runner = make_runner(folder, **options)
-        assert len(runner.group_specs) == 5  # one full layer, four of a window
-        assert generate(runner, prompts, greedy(MAX_TOKENS)) == expected, options
-        # One row at its longest needs 104 tokens of the full layer and up to 41 in flight of each other.
-        few = 1 + -(-104 // options["block_size"]) + 4 * (-(-90 // options["block_size"]) + 1)
-        assert generate(runner, prompts, greedy(MAX_TOKENS), num_blocks=few) == expected, options
+        runner = make_runner(folder, max_num_seqs=4, **options)
+        groups = runner.group_specs
+        assert len(groups) == 5  # one full layer, four of a window
+        # Each prompt twice, the second time out of the prefix cache where it has it.
+        tokens = generate(runner, prompts * 2, greedy(MAX_TOKENS))
+        assert tokens == expected * 2, options
+        in_flight = runner.config.depth * options["max_num_batched_tokens"]
+        one_row = sum(most_blocks(group, 80 + MAX_TOKENS, in_flight) for group in groups)
+        tokens = generate(runner, prompts * 2, greedy(MAX_TOKENS), num_blocks=1 + one_row)
+        assert tokens == expected * 2, options
 
 
 def test_interpreted_triton_kernels_give_the_tokens_of_the_cpu_twins(tmp_path: Path):
