@@ -14,6 +14,9 @@ TINY = {
     "decode_len": 20,
     "prefill_reqs": 2,
     "prefill_len": 9,
+    "sliding_reqs": 2,
+    "sliding_len": 40,
+    "window": 10,
     "input_rows": 8,
     "repeats": 2,
     "num_threads": 1,
@@ -23,25 +26,74 @@ TINY = {
 def test_every_kernel_has_a_figure_and_all_fit_into_json():
     figures = json.loads(json.dumps(kernels.bench_kernels(**TINY)))
     assert figures["backend"] == "cpu"
-    for name in ("decode_attention", "prefill_attention", "kv_write"):
+    for name in (
+        "decode_attention",
+        "prefill_attention",
+        "kv_write",
+        "full_decode_attention",
+        "sliding_decode_attention",
+    ):
         assert 0 < figures[name]["ms_p10"] <= figures[name]["ms"] <= figures[name]["ms_p90"]
         assert figures[name]["share_of_peak"] > 0
-    assert set(figures["inputs"]) == {
-        "rows",
-        "token_inputs_us",
-        "block_table_gather_us",
-        "slot_mapping_us",
-    }
+    assert figures["sliding_decode_attention"]["window"] == 10
+    for num_groups in (1, 6):
+        assert set(figures[f"inputs_of_{num_groups}_groups"]) == {
+            "rows",
+            "token_inputs_us",
+            "block_table_gather_us",
+            "slot_mapping_us",
+        }
 
 
-def test_a_wrong_kernel_is_not_timed(monkeypatch):
+def _zeros(*_, out, **__):
+    out.zero_()
+
+
+def _blind_to_the_window(right):
+    def paged_attention(*args, window, **kwargs):
+        right(*args, window=0, **kwargs)
+
+    return paged_attention
+
+
+def _swapped(right):
+    return lambda key, value, *rest: right(value, key, *rest)
+
+
+def _one_off(right):
+    def launch(*args, out, **kwargs):
+        right(*args, out=out, **kwargs)
+        out[..., -1] += 1
+
+    return launch
+
+
+def _late(right):
+    def token_inputs(*args, positions, **kwargs):
+        right(*args, positions=positions, **kwargs)
+        positions += 1
+
+    return token_inputs
+
+
+@pytest.mark.parametrize(
+    ("kernel", "break_it"),
+    [
+        ("paged_attention", lambda right: _zeros),
+        ("paged_attention", _blind_to_the_window),
+        ("kv_write", _swapped),
+        ("token_inputs", _late),
+        ("block_table_gather", _one_off),
+        ("slot_mapping", _one_off),
+    ],
+)
+def test_a_wrong_kernel_is_not_timed(monkeypatch, kernel, break_it):
     select = kernels.select_backend
 
     def broken(*args, **kwargs):
-        return dataclasses.replace(
-            select(*args, **kwargs), paged_attention=lambda *_, scale, out: out.zero_()
-        )
+        backend = select(*args, **kwargs)
+        return dataclasses.replace(backend, **{kernel: break_it(getattr(backend, kernel))})
 
     monkeypatch.setattr(kernels, "select_backend", broken)
-    with pytest.raises(ValueError, match=r"differs from its reference by .*; not timed"):
+    with pytest.raises(ValueError, match=rf"^{kernel} \(cpu\): differs from its .*; not timed"):
         kernels.bench_kernels(**TINY)
