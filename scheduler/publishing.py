@@ -1,8 +1,8 @@
 """Which blocks become known to the prefix cache, and under which names: those that a settled step filled.
 
-Owns the moment and the chain of hashes of each row; the names are `prefix_cache.py`'s. A request's hashes may run ahead
-of what is computed (its prompt's are made when it asks for a hit) and it keeps them when it is preempted, so that it
-finds its own blocks again.
+Owns the moment, and where each row's chain of hashes ends; the names are `prefix_cache.py`'s. A request keeps the hashes
+of its prompt, which are made when it asks for a hit and so may run ahead of what is computed. Of what it decodes only
+the last hash is kept: a preempted request makes those again when it asks for its own blocks.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from .row_blocks import RowBlocks, cells_of
 
 
 class Publisher:
-    """Names what rows compute. Each row's chain is its request's own list, with its length and end beside it."""
+    """Names what rows compute. By row: how many hashes its chain has, and the last of them."""
 
     def __init__(self, cache: PrefixCache, blocks: RowBlocks, table: RequestTable) -> None:
         self._cache = cache
         self._blocks = blocks
         self._table = table
         self._num_hashes = np.zeros(len(table.live), np.int32)
-        self._chains: list[list[bytes]] = [[] for _ in table.live]
         self._tips: list[bytes] = [b""] * len(table.live)
+        self._offsets = np.arange(cache.base)
 
     def seat(self, row: int, request: Request) -> None:
         """Take up the chain of a request that gets a row."""
-        hashes = request.hashes
-        self._chains[row] = hashes
-        self._tips[row] = hashes[-1] if hashes else request.chain_root
-        self._num_hashes[row] = len(hashes)
+        self._tips[row] = request.hashes[-1] if request.hashes else request.chain_root
+        self._num_hashes[row] = len(request.hashes)
 
     def publish_rows(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         """Name the blocks that rows filled with their tokens starts .. ends, which have just settled.
@@ -38,12 +36,12 @@ class Publisher:
         Shapes: rows intp, starts, ends [n]. Publish before a window returns any of them.
         """
         base = self._cache.base
-        lasts = ends // base
-        counts = lasts - starts // base
-        filled = np.flatnonzero(counts)
+        firsts, lasts = starts // base, ends // base
+        filled = np.flatnonzero(firsts != lasts)
         if not len(filled):
             return
-        rows, lasts, counts = rows[filled], lasts[filled], counts[filled]
+        rows, lasts = rows[filled], lasts[filled]
+        counts = lasts - firsts[filled]
         next_ones = (counts == 1) & (lasts - self._num_hashes[rows] == 1)
         if not next_ones.all():
             self._publish_runs(rows[~next_ones], lasts[~next_ones], counts[~next_ones])
@@ -55,15 +53,12 @@ class Publisher:
 
     def _hash_next(self, rows: np.ndarray, lasts: np.ndarray) -> list[bytes]:
         """Decodes that fill a block: one hash more for each, made together."""
-        base, tips, chains = self._cache.base, self._tips, self._chains
-        columns = (lasts[:, None] - 1) * base + np.arange(base)
-        named = rows.tolist()
-        hashes = self._cache.extend_rows(
-            [tips[row] for row in named], self._table.token_ids[rows[:, None], columns]
-        )
+        table, tips, named = self._table, self._tips, rows.tolist()
+        first_cells = rows * table.token_ids.shape[1] + (lasts - 1) * self._cache.base
+        tokens = table.token_cells.take(first_cells[:, None] + self._offsets)
+        hashes = self._cache.extend_rows([tips[row] for row in named], tokens)
         for row, link in zip(named, hashes, strict=True):
             tips[row] = link
-            chains[row].append(link)
         self._num_hashes[rows] = lasts
         return hashes
 
@@ -71,10 +66,11 @@ class Publisher:
         """Chunks of prompts: any number of blocks each, whose hashes mostly are there."""
         base, names, ends = self._cache.base, [], []
         for row, last, count in zip(rows.tolist(), lasts.tolist(), counts.tolist(), strict=True):
-            chain = self._chains[row]
+            request = self._table.occupant(row)
+            chain = request.hashes
             if len(chain) < last:
                 tokens = self._table.token_ids[row, : last * base]
-                self._cache.extend(chain, self._table.occupant(row).chain_root, tokens)
+                self._cache.extend(chain, request.chain_root, tokens)
                 self._tips[row] = chain[-1]
                 self._num_hashes[row] = last
             names += chain[last - count : last]

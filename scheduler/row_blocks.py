@@ -19,13 +19,19 @@ from .kv_groups import AttentionKind, KVGroupSpec, blocks_needed, first_needed_b
 class SameSize:
     """The groups of one block size.
 
-    Shapes: groups [n] int64; num_blocks [max_num_seqs] int32; block_ids [n, max_num_seqs, max_blocks] int32.
+    Shapes: groups [n] int64; num_blocks [max_num_seqs] int32; block_ids [n, max_num_seqs, max_blocks] int32, and cells
+        [n, max_num_seqs * max_blocks] the same memory, which NumPy gathers from in half the time.
     """
 
     block_size: int
     groups: np.ndarray
     num_blocks: np.ndarray
     block_ids: np.ndarray
+    cells: np.ndarray
+
+    def cells_at(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Gather block ids: [n, len(rows)] int32."""
+        return self.cells.take(rows * self.block_ids.shape[2] + columns, axis=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +47,8 @@ class SameWindow:
 class Growth:
     """The rows that grow in a step, for each of `RowBlocks.sizes`: rows and counts [n] int32, for each group of it."""
 
-    rows: tuple[np.ndarray, ...]
-    counts: tuple[np.ndarray, ...]
+    rows: Sequence[np.ndarray]
+    counts: Sequence[np.ndarray]
     num_blocks: int
 
 
@@ -82,11 +88,13 @@ class RowBlocks:
     def _same_size(self, block_size: int, max_model_len: int) -> SameSize:
         groups = [group for group, spec in enumerate(self.groups) if spec.block_size == block_size]
         width = blocks_needed(max_model_len, block_size)
+        block_ids = np.zeros((len(groups), self.max_num_seqs, width), np.int32)
         return SameSize(
             block_size=block_size,
             groups=np.array(groups),
             num_blocks=np.zeros(self.max_num_seqs, np.int32),
-            block_ids=np.zeros((len(groups), self.max_num_seqs, width), np.int32),
+            block_ids=block_ids,
+            cells=block_ids.reshape(len(groups), -1),
         )
 
     def _same_window(self, kind: AttentionKind, window: int, block_size: int) -> SameWindow:
@@ -103,16 +111,13 @@ class RowBlocks:
 
     def growth(self, plan: StepPlan) -> Growth:
         """Find the rows that need more blocks than they hold, as the workers will."""
-        found = [derive_growth(plan, same.num_blocks, same.block_size) for same in self.sizes]
-        return Growth(
-            rows=tuple(rows for rows, _ in found),
-            counts=tuple(counts for _, counts in found),
-            num_blocks=sum(
-                int(counts.sum()) * len(same.groups)
-                for (_, counts), same in zip(found, self.sizes, strict=True)
-                if len(counts)
-            ),
-        )
+        all_rows, all_counts, num_blocks = [], [], 0
+        for same in self.sizes:
+            rows, counts = derive_growth(plan, same.num_blocks, same.block_size)
+            all_rows.append(rows)
+            all_counts.append(counts)
+            num_blocks += int(counts.sum()) * len(same.groups)
+        return Growth(rows=all_rows, counts=all_counts, num_blocks=num_blocks)
 
     def grow(self, growth: Growth, ids: np.ndarray) -> tuple[np.ndarray, ...]:
         """Append new blocks, `growth.num_blocks` of them: group by group, in row order, as the workers read them.
@@ -167,11 +172,11 @@ class RowBlocks:
         """
         if len(self.sizes) == 1:  # then whatever ends at all ends a block of every group
             same = self.sizes[0]
-            return same.block_ids[:, rows, ends // same.block_size - 1]
+            return same.cells_at(rows, ends // same.block_size - 1)
         named = np.zeros((len(self.groups), len(rows)), np.int32)
         for same in self.sizes:
             columns, rest = np.divmod(ends, same.block_size)
-            named[same.groups] = same.block_ids[:, rows, columns - 1] * (rest == 0)
+            named[same.groups] = same.cells_at(rows, columns - 1) * (rest == 0)
         return named
 
     def row_tables(self, row: int) -> tuple[np.ndarray, ...]:
