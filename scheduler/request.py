@@ -66,11 +66,11 @@ class RequestTable:
     """The rows: one column an attribute, one row a running request.
 
     Shapes: token_ids [max_num_seqs, max_model_len] int32, and token_cells the same memory flat, which NumPy scatters to
-        twice as fast; everything else [max_num_seqs]. live bool; num_tokens,
-        num_computed_tokens, num_settled_tokens, num_cached_tokens, num_prompt_tokens, end_len, front_index, priority,
-        user_index, top_k int32; generation, number, arrival, seeds int64; temperature, top_p float32.
+        twice as fast; everything else [max_num_seqs]. live bool; num_tokens, num_computed_tokens, num_settled_tokens,
+        num_cached_tokens, num_prompt_tokens, end_len, front_index, priority, user_index, top_k int32; generation,
+        number, arrival, seeds int64; temperature, top_p float32.
     num_tokens counts tokens that issued steps are still sampling, num_settled_tokens only those that came back and
-    stand in token_ids, which holds 0 beyond them. num_cached_tokens were not computed by this occupant. A vacant row has no tokens, generation 0
+    stand in token_ids. num_cached_tokens were not computed by this occupant. A vacant row has no tokens, generation 0
     (which nobody has) and an end_len that is never reached.
     version: changes with every occupant that comes or goes.
     """
