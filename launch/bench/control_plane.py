@@ -1,22 +1,28 @@
-"""`rowcast bench control-plane`: what a steady decode step costs beside the model, in time and in bytes.
+"""`rowcast bench control-plane`: what a decode step costs beside the model, in time and in bytes.
 
-The real scheduler, the real frames, the real worker tables and input kernels (the Numba twins, one thread), back to
-back in one thread; a fake sampler stands where the model would. Before it measures nothing is known to be right, so it
-ends with a comparison of both sides' tables.
+The real scheduler with its prefix cache, the real frames and digests, the real worker tables and input kernels (the
+Numba twins, one thread), back to back in one thread, two steps in flight as served; a fake sampler stands where the
+model would. Before it measures nothing is known to be right, so it ends with a comparison of both sides' tables.
+
+Phases, as they follow one another round the circle: `schedule`; `encode`, with the scheduler's digest; `decode`;
+`apply`, with the worker's digest; `inputs`; `update`: the worker's tables take the tokens, the result is encoded, and
+the scheduler reads, compares and settles the result of the step before.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ...scheduler.agreement import StepPlan, disagreement
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.front_messages import Submit, make_submit_key
-from ...scheduler.kv_groups import KVGroupSpec, blocks_needed
+from ...scheduler.kv_groups import blocks_needed
 from ...scheduler.messages import (
     SchedulerOutput,
     StepResult,
@@ -31,22 +37,32 @@ from ...worker.backend import select_backend
 from ...worker.input_batch import InputBuilder
 from ...worker.state import WorkerState
 from ..config import MAX_NUM_SEQS
+from .invariants import check_pool, check_queues, check_tables
+from .kv_memory import gemma_groups
 from .throughput import machine, versions
 
 PHASES = ("schedule", "encode", "decode", "apply", "inputs", "update")
+DEPTH = 2  # as served
 _VOCAB_SIZE = 32_000
-_PROMPT_LENS = (64, 128)  # half-open
+_EOS = 0  # sampled only where a request is to end
 _PREFILL_TOKENS = 8_192  # a step's, until all decode
+_CHURN_PROMPT = 100
+_DISPLACED_BYTES = 64 * 2**20  # beyond any core's own caches
 _EPOCH = 1
+_FRONT = "bench"
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class _Clock:
-    """Nanoseconds by phase, of each step."""
+    """Nanoseconds by phase, of each step; and what submitting took, which belongs to no phase."""
 
     spent: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PHASES})
     totals: list[int] = field(default_factory=list)
+    submits: list[int] = field(default_factory=list)
+    frame_bytes: list[int] = field(default_factory=list)
+    result_bytes: list[int] = field(default_factory=list)
+    grown: list[int] = field(default_factory=list)  # rows that crossed a block border
 
     def time(self, phase: str, call: Callable[[], _T]) -> _T:
         start = time.perf_counter_ns()
@@ -54,21 +70,34 @@ class _Clock:
         self.spent[phase].append(time.perf_counter_ns() - start)
         return value
 
+    def close_step(self) -> None:
+        self.totals.append(sum(spent[-1] for spent in self.spent.values()))
+
     def microseconds(self, reduce: Callable[[list[int]], Any]) -> dict[str, float]:
         columns = {**self.spent, "total": self.totals}
         return {name: round(float(reduce(spent)) / 1_000, 2) for name, spent in columns.items()}
 
 
 class ControlPlane:
-    """Scheduler and one rank's tables, joined by real frames, with random tokens for a model."""
+    """Scheduler and one rank's tables, joined by real frames, with random tokens for a model.
 
-    def __init__(self, *, rows: int, max_steps: int, block_size: int, kv_groups: int) -> None:
-        groups = tuple(
-            KVGroupSpec(block_size=block_size, num_kv_heads=1, head_dim=64, layers=(group,))
-            for group in range(kv_groups)
-        )
-        max_model_len = _PROMPT_LENS[1] + max_steps + 1
-        max_tokens = max(_PREFILL_TOKENS, rows)
+    prompt_lens: [rows] tokens. churn: requests that end, and come, in every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_lens: np.ndarray,
+        max_steps: int,
+        block_size: int,
+        kv_groups: int,
+        churn: int = 0,
+        prefill_tokens: int = _PREFILL_TOKENS,
+    ) -> None:
+        rows = len(prompt_lens)
+        groups = gemma_groups(block_size, kv_groups)
+        max_model_len = int(max(prompt_lens.max(), _CHURN_PROMPT)) + max_steps + 1
+        max_tokens = max(prefill_tokens, rows + churn * _CHURN_PROMPT)
         num_blocks = 1 + rows * kv_groups * blocks_needed(max_model_len, block_size)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -76,6 +105,9 @@ class ControlPlane:
                 max_model_len=max_model_len,
                 max_num_seqs=rows,
                 max_num_batched_tokens=max_tokens,
+                max_waiting=rows + churn,
+                depth=DEPTH,
+                eos_token_ids=(_EOS,),
             ),
             groups,
             num_blocks,
@@ -86,6 +118,7 @@ class ControlPlane:
             groups=groups,
             num_blocks=num_blocks,
             vocab_size=_VOCAB_SIZE,
+            depth=DEPTH,
         )
         self._builder = InputBuilder(
             self._state,
@@ -94,134 +127,264 @@ class ControlPlane:
             device="cpu",
         )
         self._random = np.random.default_rng(0)
+        self._churn = churn
         self._sequence = 0
-        self.bytes_sent: list[int] = []
-        self.result_bytes: list[int] = []
-        low, high = _PROMPT_LENS
-        for number, length in enumerate(self._random.integers(low, high, rows).tolist()):
-            self._scheduler.add(
-                "bench",
-                Submit(
-                    number=number,
-                    submit_key=make_submit_key(bytes(16), number),
-                    request_id=f"request-{number}",
-                    prompt_token_ids=self._tokens(length),
-                    seed=number,
-                    params=SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
-                ),
-            )
+        self._count = 0
+        self._sent: deque[tuple[bytes, int]] = deque()  # result and expected digest, not settled
+        self._oldest: deque[int] = deque()  # rows, in the order in which they are to end
+        self._ended: list[int] = []
+        self._displaced = np.zeros(_DISPLACED_BYTES // 8, np.int64)
+        for length in prompt_lens.tolist():
+            self._submit(length)
 
     def _tokens(self, count: int) -> np.ndarray:
-        return self._random.integers(0, _VOCAB_SIZE, count, np.int32)
+        return self._random.integers(_EOS + 1, _VOCAB_SIZE, count, np.int32)
+
+    def _submit(self, length: int) -> None:
+        number, self._count = self._count, self._count + 1
+        self._scheduler.add(
+            _FRONT,
+            Submit(
+                number=number,
+                submit_key=make_submit_key(bytes(16), number),
+                request_id=f"request-{number}",
+                prompt_token_ids=self._tokens(length),
+                seed=number,
+                params=SamplingParams(temperature=0, max_tokens=None),
+            ),
+        )
 
     def prefill(self) -> None:
-        """Step until every request decodes."""
+        """Step until every request decodes; then the oldest end first."""
+        churn, self._churn = self._churn, 0
+        requests = self._state.requests
         while not (
             self._scheduler.num_running == self._state.max_num_seqs
-            and (
-                self._state.requests.num_tokens - self._state.requests.num_computed_tokens == 1
-            ).all()
+            and (requests.num_tokens - requests.num_computed_tokens == 1).all()
         ):
             self.step(_Clock())
+        self._churn = churn
+        self._oldest.extend(range(self._state.max_num_seqs))
+
+    def displace_cache(self) -> None:
+        """Fill the caches with something else, as a model's step would."""
+        self._displaced += 1
 
     def step(self, clock: _Clock) -> None:
-        """One step round the whole circle."""
-        start = time.perf_counter_ns()
+        """One step round the whole circle, and the settling of the one before it."""
+        self._come_and_go(clock)
         self._sequence += 1
-        step = clock.time("schedule", self._scheduler.schedule)
+        sequence, scheduler, state = self._sequence, self._scheduler, self._state
+        step = clock.time("schedule", scheduler.schedule)
         assert step is not None
-        frame = clock.time(
-            "encode", lambda: encode_step(step, epoch=_EPOCH, sequence=self._sequence)
-        )
+
+        def encode() -> tuple[bytes, int]:
+            frame = encode_step(step, epoch=_EPOCH, sequence=sequence)
+            return frame, scheduler.digests.end(frame)
+
+        frame, expected = clock.time("encode", encode)
         decoded = clock.time("decode", lambda: decode_frame(frame)).body
         assert isinstance(decoded, SchedulerOutput)
-        plan = clock.time("apply", lambda: self._state.apply(decoded))
+
+        def apply() -> tuple[StepPlan, int]:
+            plan = state.apply(decoded)
+            return plan, state.digests.end(frame)
+
+        plan, digest = clock.time("apply", apply)
         clock.time("inputs", lambda: self._builder.build(plan))
-        sampler = time.perf_counter_ns()
-        tokens = np.where(plan.samples, self._tokens(plan.num_reqs), np.int32(-1))
-        sampled = time.perf_counter_ns()
+        tokens = self._sample(plan)
 
         def update() -> bytes:
+            state.commit(plan, tokens)
+            digests = digest.to_bytes(8, "little") if (tokens >= 0).any() else b""
             message = encode_result(
-                StepResult(tokens=tokens), epoch=_EPOCH, sequence=self._sequence
+                StepResult(tokens=tokens, digests=digests), epoch=_EPOCH, sequence=sequence
             )
-            self._state.commit(plan, tokens)
-            result = decode_report(message).result
-            assert result is not None
-            self._scheduler.settle(result.tokens)
+            if len(self._sent) == DEPTH - 1:
+                self._settle()
             return message
 
         message = clock.time("update", update)
-        clock.totals.append(time.perf_counter_ns() - start - (sampled - sampler))
-        self.bytes_sent.append(len(frame))
-        self.result_bytes.append(len(message))
+        self._sent.append((message, expected))
+        clock.close_step()
+        clock.frame_bytes.append(len(frame))
+        clock.result_bytes.append(len(message))
+        clock.grown.append(len(step.grown_block_ids[0]) if step.admissions is None else 0)
+        if step.admissions is not None:
+            self._oldest.extend(step.admissions.rows.tolist())
+
+    def _come_and_go(self, clock: _Clock) -> None:
+        start = time.perf_counter_ns()
+        if self._ended:
+            self._scheduler.forget(_FRONT, self._ended)
+            self._ended.clear()
+        for _ in range(self._churn):
+            self._submit(_CHURN_PROMPT)
+        clock.submits.append(time.perf_counter_ns() - start)
+
+    def _sample(self, plan: StepPlan) -> np.ndarray:
+        """Random tokens, and an end for the oldest `churn` requests."""
+        tokens = np.where(plan.samples, self._tokens(plan.num_reqs), np.int32(-1))
+        if self._churn:
+            batch_index_of_row = np.empty(self._state.max_num_seqs, np.int64)
+            batch_index_of_row[plan.index_mapping] = np.arange(plan.num_reqs)
+            rows = [self._oldest.popleft() for _ in range(self._churn)]
+            tokens[batch_index_of_row[rows]] = _EOS
+        return tokens
+
+    def _settle(self) -> None:
+        message, expected = self._sent.popleft()
+        result = decode_report(message).result
+        assert result is not None
+        who = disagreement(expected, result.digests)
+        assert who is None, who
+        delivered = self._scheduler.settle(result.tokens)
+        if self._churn:
+            self._ended.extend(delivered.numbers[delivered.finish_codes != 0].tolist())
 
     def check(self) -> None:
         """Both sides hold the same rows, tokens and blocks: a fast step that got them wrong measures nothing."""
-        theirs, ours = self._scheduler.table, self._state.requests
-        for name in ("live", "num_tokens", "num_computed_tokens"):
-            assert np.array_equal(getattr(theirs, name), getattr(ours, name)), name
-        for row, length in enumerate(ours.num_tokens.tolist()):
-            assert np.array_equal(theirs.token_ids[row, :length], ours.token_ids[row, :length]), row
-        for group, held in enumerate(self._scheduler.blocks.num_blocks):
-            assert np.array_equal(held, self._state.block_tables.num_blocks[group]), group
+        while self._sent:
+            self._settle()
+        check_queues(self._scheduler)
+        check_pool(self._scheduler, ())
+        check_tables(self._scheduler, self._state)
+
+
+def _run(plane: ControlPlane, steps: int, *, cold: bool = False) -> _Clock:
+    clock = _Clock()
+    for _ in range(steps):
+        if cold:
+            plane.displace_cache()
+        plane.step(clock)
+    return clock
 
 
 def bench_control_plane(
-    rows: int = 1024, steps: int = 64, block_size: int = 16, kv_groups: int = 1, warmup: int = 5
+    rows: int = 1024,
+    steps: int = 64,
+    block_size: int = 16,
+    kv_groups: int = 1,
+    warmup: int = 5,
+    *,
+    churn: int = 0,
+    cold: bool = False,
+    border: bool = False,
+    prompt_len: int = 64,
 ) -> dict[str, Any]:
-    """Measure `steps` steady decode steps of `rows` requests, each of 64 to 127 random prompt tokens.
+    """Measure `steps` decode steps of `rows` requests, each of prompt_len to 2 * prompt_len - 1 random prompt tokens.
+
+    kv_groups: Gemma's, one of full attention and the others with a sliding window of 512. churn: requests of 100 prompt
+    tokens that come, and others that end, in every step. cold: measure again with the caches displaced between steps.
+    border: measure again with requests of one length, which cross their block borders in the same step.
 
     Returns: us_per_step and us_per_step_median (microseconds by phase: schedule, encode, decode, apply, inputs, update,
-        total), bytes_per_step (mean broadcast), max_bytes_per_step, result_bytes, sizes, versions, machine.
-    Raises: ValueError for a size below 1 (warmup below 0), or more rows than an engine can have.
+        total), bytes_per_step (mean broadcast), max_bytes_per_step, result_bytes, submit_us_per_step (in no phase);
+        cold (us_per_step), border (us, worst_us: the step in which all cross; ratio: us to the mean total); sizes,
+        versions, machine.
+    Raises: ValueError for a size below 1 (warmup and churn below 0), or more rows than an engine can have.
     """
     sizes = {"rows": rows, "steps": steps, "block_size": block_size, "kv_groups": kv_groups}
+    sizes |= {"prompt_len": prompt_len}
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if rows > MAX_NUM_SEQS:
         raise ValueError(f"rows must be at most {MAX_NUM_SEQS}, as max_num_seqs, got {rows}")
-    if warmup < 0:
-        raise ValueError(f"warmup must be at least 0, got {warmup}")
+    for name, value in (("warmup", warmup), ("churn", churn)):
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    if churn * (DEPTH + 2) > rows:
+        raise ValueError(
+            f"churn must be at most a {DEPTH + 2}th of rows, since ended rows come back {DEPTH} steps later: "
+            f"got {churn} of {rows}"
+        )
+    random = np.random.default_rng(1)
+    prompt_lens = random.integers(prompt_len, 2 * prompt_len, rows)
     plane = ControlPlane(
-        rows=rows,
-        max_steps=steps + warmup + blocks_needed(rows * _PROMPT_LENS[1], _PREFILL_TOKENS),
+        prompt_lens=prompt_lens,
+        max_steps=steps * (1 + cold)
+        + warmup
+        + blocks_needed(int(prompt_lens.sum()), _PREFILL_TOKENS)
+        + DEPTH,
         block_size=block_size,
         kv_groups=kv_groups,
+        churn=churn,
     )
     plane.prefill()
-    for _ in range(warmup):
-        plane.step(_Clock())
-    plane.bytes_sent.clear()
-    plane.result_bytes.clear()
-    clock = _Clock()
-    for _ in range(steps):
-        plane.step(clock)
-    plane.check()
-    return {
+    _run(plane, warmup)
+    clock = _run(plane, steps)
+    figures: dict[str, Any] = {
         "us_per_step": clock.microseconds(np.mean),
         "us_per_step_median": clock.microseconds(np.median),
-        "bytes_per_step": round(float(np.mean(plane.bytes_sent)), 1),
-        "max_bytes_per_step": max(plane.bytes_sent),
-        "result_bytes": round(float(np.mean(plane.result_bytes)), 1),
-        "sizes": sizes | {"warmup": warmup},
+        "bytes_per_step": round(float(np.mean(clock.frame_bytes)), 1),
+        "max_bytes_per_step": max(clock.frame_bytes),
+        "result_bytes": round(float(np.mean(clock.result_bytes)), 1),
+        "submit_us_per_step": round(float(np.mean(clock.submits)) / 1_000, 2),
+    }
+    if cold:
+        figures["cold"] = {"us_per_step": _run(plane, steps, cold=True).microseconds(np.mean)}
+    plane.check()
+    if border:
+        figures["border"] = _measure_border(rows, steps, block_size, kv_groups, prompt_len)
+        mean = figures["us_per_step"]["total"]
+        figures["border"]["ratio"] = round(figures["border"]["us"] / mean, 2)
+    return figures | {
+        "sizes": sizes | {"warmup": warmup, "churn": churn, "depth": DEPTH},
         "versions": versions(),
         "machine": machine(),
     }
 
 
+def _measure_border(
+    rows: int, steps: int, block_size: int, kv_groups: int, prompt_len: int
+) -> dict[str, float]:
+    """Measure the steps in which every row needs another block and has filled one: all prompts alike, in one step."""
+    steps = max(steps, 4 * block_size)
+    plane = ControlPlane(
+        prompt_lens=np.full(rows, prompt_len),
+        max_steps=steps + 2 * block_size,
+        block_size=block_size,
+        kv_groups=kv_groups,
+        prefill_tokens=rows * prompt_len,
+    )
+    plane.prefill()
+    _run(plane, block_size)  # the first border warms up
+    clock = _run(plane, steps)
+    plane.check()
+    borders = np.array(clock.totals)[np.array(clock.grown) == rows] / 1_000
+    return {"us": round(float(borders.mean()), 2), "worst_us": round(float(borders.max()), 2)}
+
+
 def table(figures: dict[str, Any]) -> str:
     """The figures for a person, a phase a line."""
     sizes, mean, median = figures["sizes"], figures["us_per_step"], figures["us_per_step_median"]
+    cold = figures.get("cold", {}).get("us_per_step")
+    churn = (
+        f"{sizes['churn']} requests come and {sizes['churn']} end a step, "
+        if sizes["churn"]
+        else ""
+    )
     lines = [
-        f"steady decode, {sizes['rows']} rows, {sizes['kv_groups']} KV group(s) of block size "
-        f"{sizes['block_size']}, {sizes['steps']} steps, no model",
-        f"{'phase':<10}{'mean us':>10}{'median us':>11}",
+        f"decode, {sizes['rows']} rows, {sizes['kv_groups']} KV group(s) of block size {sizes['block_size']}, {churn}"
+        f"prefix cache and digests on, depth {sizes['depth']}, {sizes['steps']} steps, no model",
+        f"{'phase':<10}{'mean us':>10}{'median us':>11}" + (f"{'cold us':>10}" if cold else ""),
     ]
-    lines += [f"{phase:<10}{mean[phase]:>10.1f}{median[phase]:>11.1f}" for phase in mean]
+    lines += [
+        f"{phase:<10}{mean[phase]:>10.1f}{median[phase]:>11.1f}"
+        + (f"{cold[phase]:>10.1f}" if cold else "")
+        for phase in mean
+    ]
     lines.append(
         f"broadcast {figures['bytes_per_step']:.0f} bytes a step (at most {figures['max_bytes_per_step']}), "
         f"result {figures['result_bytes']:.0f} bytes"
     )
+    if sizes["churn"]:
+        lines.append(f"beside it, submitting: {figures['submit_us_per_step']:.1f} us a step")
+    if "border" in figures:
+        border = figures["border"]
+        lines.append(
+            f"all rows cross a block border at once: {border['us']:.0f} us (at worst {border['worst_us']:.0f}), "
+            f"{border['ratio']:.1f} x the mean"
+        )
     return "\n".join(lines)

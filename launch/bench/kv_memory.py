@@ -30,7 +30,7 @@ _PROMPT_LENS = (64, 512)  # both included
 _OUTPUT_LENS = (64, 256)
 _VOCAB_SIZE = 32_000
 _MAX_NUM_SEQS = 1_024
-_MAX_NUM_BATCHED_TOKENS = 8_192
+_MAX_NUM_BATCHED_TOKENS = 2_048
 _QUEUED = 16  # that wait at least: saturated
 _FRONT = "bench"
 

@@ -284,3 +284,15 @@ def soak(
         "max_running": run.max_running,
         "hit_rate": round(stats.hits / max(stats.queries, 1), 4),
     }
+
+
+def sentence(figures: dict[str, Any]) -> str:
+    """One run's figures for a person."""
+    found = figures["violation"] or "no violation, nothing left"
+    cache = f"prefix cache on (hit rate {figures['hit_rate']:.1%})"
+    return (
+        f"{figures['profile']}, {cache if figures['prefix_caching'] else 'prefix cache off'}: "
+        f"{figures['steps']} steps, {figures['steps_per_s']:.0f} a second with all checks, "
+        f"{figures['ended']} requests, at most {figures['max_running']} at once, "
+        f"{figures['preemptions']} preemptions: {found}"
+    )

@@ -10,7 +10,7 @@ import typer
 from . import options as o
 
 app = typer.Typer(
-    help="Measure: the step protocol, a whole engine, the kernels.",
+    help="Measure: the step protocol, KV memory, the scheduler's rules, a whole engine, the kernels.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -101,18 +101,102 @@ def control_plane(
     rows: Annotated[int, typer.Option(metavar="N", help="Requests that decode")] = 1024,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps to measure")] = 64,
     block_size: o.BlockSize = o.DEFAULT_BLOCK_SIZE,
-    kv_groups: Annotated[int, typer.Option(metavar="N", help="KV-cache groups")] = 1,
+    kv_groups: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="KV-cache groups: one full, the others with a window of 512"
+        ),
+    ] = 1,
+    churn: Annotated[
+        int, typer.Option(metavar="N", help="Requests that come, and that end, in every step")
+    ] = 0,
+    prompt_len: Annotated[
+        int,
+        typer.Option(metavar="N", help="Least prompt tokens; the most are twice as many less one"),
+    ] = 64,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Measure again with the CPU's caches displaced")
+    ] = False,
+    border: Annotated[
+        bool, typer.Option("--border", help="Measure a step in which all rows need a block")
+    ] = False,
     as_json: o.AsJson = False,
 ) -> None:
-    """What a steady decode step costs beside the model: microseconds by phase, and bytes on the wire."""
+    """What a decode step costs beside the model: microseconds by phase, and bytes on the wire."""
     from ..bench.control_plane import bench_control_plane, table
 
     figures = bench_control_plane(
-        rows=rows, steps=steps, block_size=block_size, kv_groups=kv_groups
+        rows=rows,
+        steps=steps,
+        block_size=block_size,
+        kv_groups=kv_groups,
+        churn=churn,
+        cold=cold,
+        border=border,
+        prompt_len=prompt_len,
     )
     print(table(figures))
     if as_json:
         _print_json(figures)
+
+
+@app.command("kv-memory")
+def kv_memory(
+    pool_blocks: Annotated[int, typer.Option(metavar="N", help="Blocks of the KV pool")] = 4096,
+    block_size: o.BlockSize = o.DEFAULT_BLOCK_SIZE,
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps that refuse somebody, to average over")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random load")] = 0,
+    as_json: o.AsJson = False,
+) -> None:
+    """How much of the KV pool is in use when it is full, and what Gemma's windows save."""
+    from ..bench.kv_memory import bench_kv_memory, table
+
+    figures = bench_kv_memory(num_blocks=pool_blocks, block_size=block_size, steps=steps, seed=seed)
+    print(table(figures))
+    if as_json:
+        _print_json(figures)
+
+
+@app.command("soak")
+def soak(
+    steps: Annotated[int, typer.Option(metavar="N", help="Random steps of each run")] = 20_000,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="prompts|outputs|hybrid", help="One load alone; all unless given"),
+    ] = None,
+    depth: o.Depth = o.DEFAULT_DEPTH,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random load")] = 42,
+    as_json: o.AsJson = False,
+) -> None:
+    """Random steps of the scheduler, without and with prefix cache, every rule checked after each."""
+    from ..bench.soak import PROFILES, sentence
+    from ..bench.soak import soak as run_soak
+    from ..bench.throughput import machine, versions
+
+    runs = []
+    for name in PROFILES if profile is None else (profile,):
+        for prefix_caching in (False, True):
+            runs.append(
+                run_soak(name, steps=steps, prefix_caching=prefix_caching, depth=depth, seed=seed)
+            )
+            print(sentence(runs[-1]), flush=True)
+    violations, leaks = (sum(run[key] for run in runs) for key in ("violations", "leaks"))
+    print(f"{violations} violations, {leaks} leaks")
+    if as_json:
+        _print_json(
+            {
+                "violations": violations,
+                "leaks": leaks,
+                "runs": runs,
+                "sizes": {"steps": steps, "depth": depth, "seed": seed},
+                "versions": versions(),
+                "machine": machine(),
+            }
+        )
+    if violations or leaks:
+        raise typer.Exit(1)
 
 
 @app.command("kernels")
