@@ -70,8 +70,8 @@ class RequestTable:
         num_cached_tokens, num_prompt_tokens, end_len, front_index, priority, user_index, top_k int32; generation,
         number, arrival, seeds int64; temperature, top_p float32.
     num_tokens counts tokens that issued steps are still sampling, num_settled_tokens only those that came back and
-    stand in token_ids. num_cached_tokens were not computed by this occupant. A vacant row has no tokens, generation 0
-    (which nobody has) and an end_len that is never reached.
+    stand in token_ids, which holds 0 beyond them. num_cached_tokens were not computed by this occupant. A vacant row
+    has no tokens, generation 0 (which nobody has) and an end_len that is never reached.
     version: changes with every occupant that comes or goes.
     """
 
@@ -145,12 +145,11 @@ class RequestTable:
         """Take rows back."""
         for row in rows:
             self.token_ids[row, : self.num_settled_tokens[row]] = 0
+            self.occupant(row).row = -1
+            self.requests[row] = None
         self.live[rows] = False
         for column in self._zero_when_vacant:
             column[rows] = 0
         self.end_len[rows] = NO_END
-        for row in rows:
-            self.occupant(row).row = -1
-            self.requests[row] = None
         self.num_live -= len(rows)
         self.version += 1
