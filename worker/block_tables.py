@@ -83,7 +83,7 @@ class BlockTables:
         Shapes: counts [n]; block_ids [groups of this size, sum(counts)], each group's lists behind each other.
         """
         same = self.sizes[size]
-        self._check_width(size, rows, counts, np.zeros_like(counts))
+        self._check_width(size, rows, counts, counts)
         same.table[:, rows] = 0
         same.table[:, *ragged_cells(rows, counts)] = block_ids
         same.num_blocks[rows] = counts
@@ -91,18 +91,22 @@ class BlockTables:
     def append(
         self, size: int, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Put blocks behind what rows [n] hold, shapes as in `replace`; returns the cells written.
+        """Put blocks behind what rows [n] hold, at least one each, shapes as in `replace`; returns the cells written.
 
         Example: row 2 holds [9, 10, 11]; append [12] -> [9, 10, 11, 12].
         Raises: ValueError, before anything is written, if a row would pass the table's width.
         """
         same = self.sizes[size]
         held = same.num_blocks[rows]
-        self._check_width(size, rows, counts, held)
-        one_each = block_ids.shape[-1] == len(rows) and (counts == 1).all()  # steady decode
+        after = held + counts
+        self._check_width(size, rows, counts, after)
+        one_each = block_ids.shape[-1] == len(rows)  # steady decode
         cells = (rows, held) if one_each else ragged_cells(rows, counts, held)
-        same.table[:, *cells] = block_ids
-        same.num_blocks[rows] = held + counts
+        if len(same.groups) == 1:
+            same.table[0][cells] = block_ids
+        else:
+            same.table[:, *cells] = block_ids
+        same.num_blocks[rows] = after
         return cells
 
     def remove(self, rows: np.ndarray) -> None:
@@ -112,14 +116,13 @@ class BlockTables:
             same.num_blocks[rows] = 0
 
     def _check_width(
-        self, size: int, rows: np.ndarray, counts: np.ndarray, held: np.ndarray
+        self, size: int, rows: np.ndarray, counts: np.ndarray, after: np.ndarray
     ) -> None:
         same = self.sizes[size]
-        after = held + counts
         if not len(after) or after.max() <= same.max_blocks:
             return
         i = int(after.argmax())
         raise ValueError(
-            f"row {rows[i]}: {held[i]} blocks of KV group {same.groups[0]} and {counts[i]} more make "
+            f"row {rows[i]}: {after[i] - counts[i]} blocks of KV group {same.groups[0]} and {counts[i]} more make "
             f"{after[i]}, its table has {same.max_blocks} columns"
         )

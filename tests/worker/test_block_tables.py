@@ -53,8 +53,19 @@ def test_append_takes_different_counts_in_one_call():
     assert tables.table[0][2, :5].tolist() == [9, 10, 11, 12, 0]
     assert tables.table[0][3, :5].tolist() == [5, 6, 7, 8, 0]
     assert (rows.tolist(), columns.tolist()) == ([2, 3, 3, 3], [3, 1, 2, 3])
-    tables.append(0, i32(0, 1), i32(2, 0), i32(20, 21))  # as many ids as rows, and yet not one each
-    assert tables.table[0][:2, :2].tolist() == [[20, 21], [0, 0]]
+
+
+def test_groups_of_one_block_size_grow_together():
+    """Their counts are one array: a row that held more blocks in one of them could not be told."""
+    tables = make(4, 8, 4, max_model_len=64)
+    assert [same.groups for same in tables.sizes] == [(0, 2), (1,)]
+    assert tables.num_blocks[0] is tables.num_blocks[2]
+    tables.replace(0, i32(2, 1), i32(1, 2), np.array([[5, 6, 7], [15, 16, 17]]))
+    tables.append(0, i32(1, 2), i32(1, 1), np.array([[8, 9], [18, 19]]))
+    assert tables.table[0][1:3, :3].tolist() == [[6, 7, 8], [5, 9, 0]]
+    assert tables.table[2][1:3, :3].tolist() == [[16, 17, 18], [15, 19, 0]]
+    assert not tables.table[1].any()
+    assert tables.num_blocks[2].tolist() == [0, 3, 2, 0]
 
 
 def test_replace_leaves_nothing_of_the_longer_list_before():
