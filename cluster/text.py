@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,12 +234,18 @@ class TextProcessor:
         """Whether the tokenizer has a token of this id."""
         return self._tokenizer.id_to_token(token_id) is not None
 
-    def byte_of(self, token_id: int) -> int | None:
-        """The byte of a single-byte token of a byte-fallback vocabulary (`<0xE1>`: Llama 2, Gemma), else None."""
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None or len(token) != 6 or not token.startswith("<0x"):
-            return None
-        return int(token[3:5], 16)
+    @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        """Id -> byte of the single-byte tokens of a byte-fallback vocabulary (`<0xE1>`: Llama 2, Gemma); else empty."""
+        return {token_id: byte for byte, token_id in self.tokens_of_bytes.items()}
+
+    @cached_property
+    def tokens_of_bytes(self) -> dict[int, int]:
+        """`byte_tokens` the other way round. Some vocabularies lack one (Gemma 1 has a tab of its own); none lacks those
+        of U+FFFD."""
+        ids = {byte: self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+        named = {byte: token_id for byte, token_id in ids.items() if token_id is not None}
+        return named if named.keys() >= set(_REPLACEMENT.encode()) else {}
 
 
 class IncrementalDetokenizer:
@@ -247,7 +254,8 @@ class IncrementalDetokenizer:
     `append` returns only what no later token can change: the bytes of an unfinished character are held until it is
     complete, or until the request ends, which flushes them as U+FFFD. All pieces together are the output's text as it
     reads after the prompt: `decode(prompt + output)` without the prompt's part. When the prompt itself ends inside a
-    character, the output that completes it begins with that character.
+    character, the output that completes it begins with that character. Broken bytes are one U+FFFD for each broken
+    character; a byte-fallback decoder would print the whole run of bytes so, with the characters already given.
 
     Only a window of recent tokens is decoded again, so a token costs the same however long the output is. Belongs to
     one thread. Without a tokenizer (the folder has none) every piece is "".
@@ -306,15 +314,14 @@ class IncrementalDetokenizer:
             if text.endswith(_REPLACEMENT):
                 return text[:-1], 0
             return text, len(self._window)
-        # A byte-fallback decoder prints a whole run of bytes as U+FFFD when its last character is unfinished: so the
-        # unfinished one is not shown to it.
         num_tokens = len(self._window) - self._num_unfinished_bytes()
         return self._decode(self._window[:num_tokens]), num_tokens
 
     def _num_unfinished_bytes(self) -> int:
         """How many single-byte tokens at the window's end wait for the rest of their character."""
+        byte_of = self._processor.byte_tokens
         for count, token_id in enumerate(reversed(self._window[-3:]), start=1):
-            byte = self._processor.byte_of(token_id)
+            byte = byte_of.get(token_id)
             if byte is None or byte < 0x80 or byte > 0xF4:
                 return 0
             if byte >= 0xC2:  # the first byte of a character, which says how many it has
@@ -344,7 +351,7 @@ class IncrementalDetokenizer:
             if not self._shows(token_id):
                 continue
             is_long = len(context) >= self._CONTEXT_TOKENS
-            if is_long and self._processor.byte_of(context[-1]) is None:
+            if is_long and context[-1] not in self._processor.byte_tokens:
                 break
             context.append(token_id)
         return context[::-1]
@@ -356,4 +363,18 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         # Special tokens are left out of the window where they are not wanted.
-        return self._processor.decode(token_ids, skip_special_tokens=False)
+        return self._processor.decode(self._repaired(token_ids), skip_special_tokens=False)
+
+    def _repaired(self, token_ids: list[int]) -> list[int]:
+        """The tokens with each run of single bytes made valid UTF-8: what is broken becomes the bytes of U+FFFD."""
+        byte_of = self._processor.byte_tokens
+        if byte_of.keys().isdisjoint(token_ids):
+            return token_ids
+        repaired: list[int] = []
+        for is_bytes, run in groupby(token_ids, byte_of.__contains__):
+            if is_bytes:
+                text = bytes(byte_of[token_id] for token_id in run).decode(errors="replace")
+                repaired += [self._processor.tokens_of_bytes[byte] for byte in text.encode()]
+            else:
+                repaired += run
+        return repaired

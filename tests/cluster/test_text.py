@@ -83,6 +83,30 @@ def byte_fallback(folder: Path, **config: Any) -> Path:
     return save(folder, tokenizer, unk_token="<unk>", eos_token="<|end|>", **config)
 
 
+def gemma_like(folder: Path, **config: Any) -> Path:
+    """As Gemma is built: no space put before the text, runs of spaces and newlines as whole tokens, BOS, bytes."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    runs = ["\n", "\n\n", "  ", "   ", "\t", "<td>"]
+    tokens = [*special, *runs, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [*"▁helowrdtanbiusxy.한é", "▁w", "he", "ll", "hell", "hello", "▁hello"]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = [("▁", "w"), ("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=token in special) for token in special + runs]
+    )
+    return save(folder, tokenizer, bos_token="<bos>", eos_token="<eos>", **config)
+
+
 BUILDERS = {
     "byte level": byte_level,
     "with BOS": lambda folder: byte_level(folder, bos=True),
@@ -92,6 +116,7 @@ BUILDERS = {
     ),
     "special only in the configuration": lambda folder: byte_level(folder, pad_token="hello"),
     "byte fallback": byte_fallback,
+    "as Gemma": gemma_like,
 }
 
 
@@ -450,7 +475,64 @@ def in_chunks(ids: list[int], rng: random.Random) -> list[list[int]]:
     return chunks
 
 
-@pytest.mark.parametrize("builder", [byte_level, byte_fallback])
+def test_a_byte_fallback_model_without_a_prefix_keeps_its_first_space(tmp_path: Path) -> None:
+    """Gemma's output begins with the space before its first word, whatever the prompt ended with, or without one."""
+    processor = TextProcessor(gemma_like(tmp_path / "model"))
+    for prompt_text in ("", "hello", "hello ", "hello\n\n", "한🙂"):
+        prompt = processor.encode(prompt_text)
+        for text in (" hello w", "  hello", "\n hello", "   \n\n\n", " "):
+            output = processor.encode(text, add_special_tokens=False)
+            detokenizer = IncrementalDetokenizer(processor, prompt)
+            pieces = [detokenizer.append([token_id], finished=False) for token_id in output]
+            assert pieces == [processor.decode([token_id]) for token_id in output]
+            assert "".join(pieces) == text
+            assert detokenizer.append([], finished=True) == ""
+
+
+def test_half_a_character_in_byte_tokens_is_held(tmp_path: Path) -> None:
+    processor = TextProcessor(gemma_like(tmp_path / "model"))
+    first = 4 + 6  # the id of <0x00>
+    emoji = [first + byte for byte in EMOJI.encode()]
+    detokenizer = IncrementalDetokenizer(processor, processor.encode("hello"))
+    pieces = [detokenizer.append([token_id], finished=False) for token_id in [*emoji, *emoji]]
+    assert pieces == ["", "", "", EMOJI] * 2
+    # Cut by max_tokens: told as broken only at the end.
+    pieces = [detokenizer.append([token_id], finished=False) for token_id in emoji[:3]]
+    assert pieces == ["", "", ""]
+    assert detokenizer.append([], finished=True) == "\ufffd"
+    # The prompt ends inside a character: the answer begins with that character, whole.
+    detokenizer = IncrementalDetokenizer(processor, [*processor.encode("he"), *emoji[:2]])
+    assert [detokenizer.append([i], finished=False) for i in emoji[2:]] == ["", EMOJI]
+
+
+@pytest.mark.parametrize("builder", [byte_fallback, gemma_like])
+def test_broken_bytes_take_nothing_with_them(builder, tmp_path: Path) -> None:
+    """A byte-fallback decoder prints a whole run of bytes as U+FFFD when one is wrong, even characters given before."""
+    processor = TextProcessor(builder(tmp_path / "model"))
+    rng = random.Random(8)
+    prompt = processor.encode("he")
+    hello = processor.encode("he hello", add_special_tokens=False)[-1:]
+    assert processor.decode([*prompt, *hello]).endswith("he hello")
+    for _ in range(300):
+        output: list[int] = []
+        data = b""
+        for _ in range(rng.randrange(1, 14)):
+            if rng.random() < 0.3:
+                output += hello
+                data += b" hello"
+                continue
+            part = rng.choice(["🙂".encode(), "글".encode(), b"A", b"\xe4\xb8", b"\xff", b"\x80"])
+            output += [processor.tokens_of_bytes[byte] for byte in part]
+            data += part
+        detokenizer = IncrementalDetokenizer(processor, prompt)
+        text = "".join(
+            detokenizer.append(chunk, finished=False) for chunk in in_chunks(output, rng)
+        )
+        text += detokenizer.append([], finished=True)
+        assert text == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("builder", [byte_level, byte_fallback, gemma_like])
 def test_valid_text_streams_exactly(builder, tmp_path: Path) -> None:
     """Random texts in bytes and words: the pieces add up and no U+FFFD shows, at any chunking."""
     processor = TextProcessor(builder(tmp_path / "model"))
@@ -465,6 +547,8 @@ def test_valid_text_streams_exactly(builder, tmp_path: Path) -> None:
         output = processor.encode(prompt_text + text)[len(prompt) :]
         if processor.decode(prompt).endswith("\ufffd") or not processor.decode(prompt):
             continue
+        if processor.encode(prompt_text + text)[: len(prompt)] != prompt:
+            continue  # the prompt's last token would be another one
         detokenizer = IncrementalDetokenizer(processor, prompt)
         pieces = [detokenizer.append(chunk, finished=False) for chunk in in_chunks(output, rng)]
         pieces.append(detokenizer.append([], finished=True))
@@ -510,3 +594,35 @@ def test_a_token_costs_the_same_however_long_the_output(
             detokenizer.append([token_id], finished=False)
         assert max(decoded) <= 64
         assert len(decoded) <= 2.2 * len(ids)
+
+
+def test_the_real_gemma_tokenizer_streams_exactly(gemma_dir: Path) -> None:
+    """256k tokens, of which rare characters are bytes: each text comes back whole, in pieces without half characters."""
+    processor = TextProcessor(gemma_dir)
+    rng = random.Random(6)
+    alphabet = [
+        " hello",
+        "  ",
+        " ",
+        "\n",
+        "\n\n",
+        "    ",
+        "\t",
+        "中国",
+        "한국어",
+        "é",
+        "🙂",
+        "🫩",
+        "👩‍👧",
+        "<td>",
+        "x",
+    ]
+    for _ in range(40):
+        texts = ["".join(rng.choice(alphabet) for _ in range(size)) for size in (5, 40)]
+        prompt = processor.encode(texts[0])
+        output = processor.encode(texts[1], add_special_tokens=False)
+        detokenizer = IncrementalDetokenizer(processor, prompt)
+        pieces = [detokenizer.append([token_id], finished=False) for token_id in output]
+        assert "".join(pieces) == texts[1]
+        assert "\ufffd" not in "".join(pieces)
+        assert detokenizer.append([], finished=True) == ""
