@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from .config import EngineOptions, Environment, plan_engine
 from .stages import StageLines
@@ -32,7 +33,12 @@ def main() -> int:
     # The demo's Ray is its own: neither attach to the user's cluster nor touch it.
     os.environ.pop("RAY_ADDRESS", None)
     options = EngineOptions(
-        model=MODEL, tensor_parallel_size=2, max_num_seqs=16, max_model_len=2048, name=NAME
+        model=MODEL,
+        tensor_parallel_size=2,
+        max_num_seqs=16,
+        max_model_len=2048,
+        record=environment.state_home / "rowcast" / f"{NAME}.rec",
+        name=NAME,
     )
     with only_demo():
         plan = plan_engine(options, environment, console=console)
@@ -46,6 +52,8 @@ def main() -> int:
         if read_record(NAME) is not None:
             stop_engine(NAME)
             lines.say("cleared up after an earlier demo that was killed")
+        recording = Path(os.fspath(options.record or ""))
+        recording.unlink(missing_ok=True)  # the last demo's
         engine = bring_up(plan, address=None, lines=lines, console=console)
         try:
             record = read_record(NAME)
@@ -64,11 +72,26 @@ def main() -> int:
         raise RuntimeError(f"the demo left {', '.join(left)}")
     if code != 0:
         raise RuntimeError(f"the demo's client ended with exit code {code}")
+    say_replayed(lines, recording)
     lines.say(
         f"nothing is left of {len(footprint.processes)} processes and {len(footprint.ports)} ports; "
         f"{time.monotonic() - began:.1f} s in all"
     )
     return 0
+
+
+def say_replayed(lines: StageLines, recording: Path) -> None:
+    """Rebuild both ranks' tables from the recording, step by step: what they said of them must follow from it."""
+    from ..scheduler.recording import Recording
+    from .replay import replay
+
+    began = time.monotonic()
+    (life,) = replay(Recording(recording))
+    lines(
+        f"replay {life.num_steps} recorded steps without the model: all {life.num_digests} digests hold",
+        time.monotonic() - began,
+    )
+    lines.say(f"  see one as tables: rowcast replay {recording} --until 12 --explain")
 
 
 def run_client(address: str) -> int:

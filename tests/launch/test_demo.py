@@ -45,6 +45,7 @@ def test_the_demo_shows_texts_growing_then_a_table_and_leaves_nothing(
     for column in ("tokens", "first token", "tokens/s"):
         assert column in said
     assert re.search(r"\d+ tokens for 5 prompts at once in \d+\.\d s", said)
+    assert re.search(r"replay \d+ recorded steps without the model: all \d+ digests hold", said)
     assert re.search(r"nothing is left of \d+ processes and \d+ ports; \d+\.\d s in all$", said)
     assert footprint.left() == []
 
