@@ -55,23 +55,29 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Clock:
-    """Nanoseconds by phase, of each step; and what submitting took, which belongs to no phase."""
+    """Nanoseconds by phase, of each step; of this thread's CPU alone; and of submitting, which belongs to no phase."""
 
     spent: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PHASES})
     totals: list[int] = field(default_factory=list)
+    cpu: list[int] = field(default_factory=list)
     submits: list[int] = field(default_factory=list)
     frame_bytes: list[int] = field(default_factory=list)
     result_bytes: list[int] = field(default_factory=list)
     grown: list[int] = field(default_factory=list)  # rows that crossed a block border
+    _cpu_of_step: int = 0
 
     def time(self, phase: str, call: Callable[[], _T]) -> _T:
+        cpu_start = time.thread_time_ns()
         start = time.perf_counter_ns()
         value = call()
         self.spent[phase].append(time.perf_counter_ns() - start)
+        self._cpu_of_step += time.thread_time_ns() - cpu_start
         return value
 
     def close_step(self) -> None:
         self.totals.append(sum(spent[-1] for spent in self.spent.values()))
+        self.cpu.append(self._cpu_of_step)
+        self._cpu_of_step = 0
 
     def microseconds(self, reduce: Callable[[list[int]], Any]) -> dict[str, float]:
         columns = {**self.spent, "total": self.totals}
@@ -279,9 +285,10 @@ def bench_control_plane(
     border: measure again with requests of one length, which cross their block borders in the same step.
 
     Returns: us_per_step and us_per_step_median (microseconds by phase: schedule, encode, decode, apply, inputs, update,
-        total), bytes_per_step (mean broadcast), max_bytes_per_step, result_bytes, submit_us_per_step (in no phase);
-        cold (us_per_step), border (us, worst_us: the step in which all cross; ratio: us to the mean total); sizes,
-        versions, machine.
+        total), cpu_us_per_step (mean total of this thread's CPU time alone, on a machine with other work),
+        bytes_per_step (mean broadcast), max_bytes_per_step, result_bytes, submit_us_per_step (in no phase); cold
+        (us_per_step), border (us, worst_us: the step in which all cross; ratio: us to the mean total); sizes, versions,
+        machine.
     Raises: ValueError for a size below 1 (warmup and churn below 0), or more rows than an engine can have.
     """
     sizes = {"rows": rows, "steps": steps, "block_size": block_size, "kv_groups": kv_groups}
@@ -317,6 +324,7 @@ def bench_control_plane(
     figures: dict[str, Any] = {
         "us_per_step": clock.microseconds(np.mean),
         "us_per_step_median": clock.microseconds(np.median),
+        "cpu_us_per_step": round(float(np.mean(clock.cpu)) / 1_000, 2),
         "bytes_per_step": round(float(np.mean(clock.frame_bytes)), 1),
         "max_bytes_per_step": max(clock.frame_bytes),
         "result_bytes": round(float(np.mean(clock.result_bytes)), 1),
@@ -375,6 +383,7 @@ def table(figures: dict[str, Any]) -> str:
         + (f"{cold[phase]:>10.1f}" if cold else "")
         for phase in mean
     ]
+    lines.append(f"{'CPU':<10}{figures['cpu_us_per_step']:>10.1f}")
     lines.append(
         f"broadcast {figures['bytes_per_step']:.0f} bytes a step (at most {figures['max_bytes_per_step']}), "
         f"result {figures['result_bytes']:.0f} bytes"
