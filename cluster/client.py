@@ -29,6 +29,7 @@ from .client_requests import (
 from .config import RAY_NAMESPACE
 from .engine import EngineFailed
 from .front import Accepted, FrontRequest, PollAnswer, PromptOnWire
+from .front_call import call_front
 from .mailboxes import Update
 from .outputs import RequestOutput
 from .prompts import (
@@ -47,7 +48,6 @@ from .prompts import (
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 
 _LONGEST_POLL_S = 10.0
-_CALL_TIMEOUT_S = 60.0
 
 
 __all__ = ["Client", "EngineFailed", "Overloaded"]
@@ -424,29 +424,5 @@ class Client:
                     request.version += 1
             self._changed.notify_all()
 
-    # ------------------------------------------------------------ Ray
-
     def _call(self, method: Any, *arguments: Any) -> Any:
-        """Call the front and wait.
-
-        Raises: EngineFailed, one sentence, when it cannot be reached any more.
-        """
-        import ray.exceptions
-
-        try:
-            return ray.get(method.remote(*arguments), timeout=_CALL_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError:
-            raise EngineFailed(
-                f"engine {self._name!r} did not answer within {_CALL_TIMEOUT_S:g} s"
-            ) from None
-        except ray.exceptions.RayTaskError:
-            raise
-        except Exception as error:
-            known = isinstance(error, ray.exceptions.RayError | ConnectionError | RuntimeError)
-            # Ray Client says that it is no longer connected with a plain Exception.
-            if not known and ray.is_initialized():
-                raise
-            raise EngineFailed(
-                f"engine {self._name!r} is gone: its front cannot be reached "
-                f"({type(error).__name__ if known else 'the connection to Ray is closed'})"
-            ) from None
+        return call_front(self._name, method, *arguments)
