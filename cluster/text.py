@@ -241,8 +241,7 @@ class TextProcessor:
 
     @cached_property
     def tokens_of_bytes(self) -> dict[int, int]:
-        """`byte_tokens` the other way round. Some vocabularies lack one (Gemma 1 has a tab of its own); none lacks those
-        of U+FFFD."""
+        """`byte_tokens` the other way round. A byte may lack one (Gemma 1 has its own tab), those of U+FFFD not."""
         ids = {byte: self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
         named = {byte: token_id for byte, token_id in ids.items() if token_id is not None}
         return named if named.keys() >= set(_REPLACEMENT.encode()) else {}

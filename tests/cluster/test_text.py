@@ -597,7 +597,7 @@ def test_a_token_costs_the_same_however_long_the_output(
 
 
 def test_the_real_gemma_tokenizer_streams_exactly(gemma_dir: Path) -> None:
-    """256k tokens, of which rare characters are bytes: each text comes back whole, in pieces without half characters."""
+    """Runs are tokens, rare characters are bytes: each text comes back whole, in pieces without half characters."""
     processor = TextProcessor(gemma_dir)
     rng = random.Random(6)
     alphabet = [
