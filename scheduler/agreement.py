@@ -15,6 +15,7 @@ from .kv_groups import blocks_needed
 from .table_digest import (
     DIGEST_BYTES as DIGEST_BYTES,
 )  # part of the same rules, in a file of its own
+from .table_digest import RowColumns as RowColumns
 from .table_digest import TableDigest as TableDigest
 from .table_digest import disagreement as disagreement
 

@@ -3,7 +3,7 @@
 Frame, scheduler to workers: an array `[version, epoch, kind, sequence, *body]`.
 
     hello    []                                  always sequence 0, repeated until every rank is ready, never counted
-    step     [freed_rows, admissions, run_rows, run_counts, paused_rows, grown_block_ids, masked_rows]
+    step     [freed_rows, admissions, run_rows, run_counts, paused_rows, grown_block_ids, masked_rows, digest]
     mask     [step_sequence, rows, words_per_row, bits]
     control  [operation]                         0: stop
 
@@ -25,6 +25,8 @@ named below. Never pickle.
     paused_rows     rows with exactly one uncomputed token that do not run it in this step
     grown_block_ids one bin a KV group: the new blocks of the rows that grow, in row order (`agreement.derive_growth`)
     masked_rows     rows whose sampling waits for a mask frame
+    digest          bin of 8 bytes, the scheduler's digest of this step without its frame (`agreement.TableDigest`): a
+                    rank with another one stops before it computes; empty: not compared
     bits            bin of little-endian int32 words, words_per_row for each of rows: bit i of word w is id 32 * w + i
     digests         bin of 8 bytes a rank, in rank order (`agreement.TableDigest`); empty if the step sampled nothing
     tokens          one int32 a batch_index, -1 where the row did not sample
@@ -135,6 +137,7 @@ class SchedulerOutput:
     paused_rows: np.ndarray = field(default_factory=_EMPTY.copy)
     grown_block_ids: tuple[np.ndarray, ...] = ()
     masked_rows: np.ndarray = field(default_factory=_EMPTY.copy)
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +234,7 @@ def encode_step(step: SchedulerOutput, *, epoch: int, sequence: int) -> bytes:
         _bytes_of(step.paused_rows, _INT32),
         [_bytes_of(ids, _INT32) for ids in step.grown_block_ids],
         _bytes_of(step.masked_rows, _INT32),
+        step.digest,
     ]
     return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.STEP), sequence, *body])
 
@@ -353,7 +357,7 @@ def decode_frame(message: bytes) -> Frame:
 
 
 def _step_from_wire(body: list[Any]) -> SchedulerOutput:
-    _exactly(body, 7, "step frame")
+    _exactly(body, 8, "step frame")
     run_rows = _array(body[2], "step frame: run_rows")
     run_counts = _array(body[3], "step frame: run_counts")
     _same_length(run_counts, len(run_rows), "step frame: run_counts")
@@ -361,6 +365,9 @@ def _step_from_wire(body: list[Any]) -> SchedulerOutput:
         _array(ids, f"step frame: grown_block_ids of group {group}")
         for group, ids in enumerate(_list(body[5], "step frame: grown_block_ids"))
     )
+    digest = body[7]
+    if not isinstance(digest, bytes) or len(digest) not in (0, 8):
+        raise ProtocolError(f"step frame: digest must be bin of 0 or 8 bytes, got {_short(digest)}")
     return SchedulerOutput(
         freed_rows=_array(body[0], "step frame: freed_rows"),
         admissions=None if body[1] is None else _admissions_from_wire(body[1], len(grown)),
@@ -369,6 +376,7 @@ def _step_from_wire(body: list[Any]) -> SchedulerOutput:
         paused_rows=_array(body[4], "step frame: paused_rows"),
         grown_block_ids=grown,
         masked_rows=_array(body[6], "step frame: masked_rows"),
+        digest=digest,
     )
 
 

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from .agreement import RowColumns
 from .sampling_params import SamplingParams
 
 NO_END = np.iinfo(np.int32).max  # end_len of a row that nobody holds: no length ever reaches it
@@ -76,12 +77,14 @@ class RequestTable:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
-        self.live = np.zeros(max_num_seqs, bool)
-        self.num_tokens = np.zeros(max_num_seqs, np.int32)
-        self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
+        self.columns = columns = RowColumns(max_num_seqs)
+        self.live, self.seeds = columns.live, columns.seeds
+        self.num_tokens = columns.num_tokens
+        self.num_computed_tokens = columns.num_computed_tokens
+        self.num_prompt_tokens = columns.num_prompt_tokens
+        self.temperature, self.top_p, self.top_k = columns.temperature, columns.top_p, columns.top_k
         self.num_settled_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
-        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.end_len = np.full(max_num_seqs, NO_END, np.int32)
         self.front_index = np.zeros(max_num_seqs, np.int32)
         self.generation = np.zeros(max_num_seqs, np.int64)
@@ -89,21 +92,11 @@ class RequestTable:
         self.arrival = np.zeros(max_num_seqs, np.int64)
         self.priority = np.zeros(max_num_seqs, np.int32)
         self.user_index = np.zeros(max_num_seqs, np.int32)
-        self.seeds = np.zeros(max_num_seqs, np.int64)
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_p = np.zeros(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int32)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.token_cells = self.token_ids.reshape(-1)
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.num_live = 0
         self.version = 0
-        self._zero_when_vacant = (
-            self.num_tokens,
-            self.num_computed_tokens,
-            self.num_settled_tokens,
-            self.generation,
-        )
 
     def occupant(self, row: int) -> Request:
         """Name the request that holds a row."""
@@ -147,9 +140,9 @@ class RequestTable:
             self.token_ids[row, : self.num_settled_tokens[row]] = 0
             self.occupant(row).row = -1
             self.requests[row] = None
-        self.live[rows] = False
-        for column in self._zero_when_vacant:
-            column[rows] = 0
+        self.columns.clear(rows)
+        self.num_settled_tokens[rows] = 0
+        self.generation[rows] = 0
         self.end_len[rows] = NO_END
         self.num_live -= len(rows)
         self.version += 1

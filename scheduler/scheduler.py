@@ -61,7 +61,12 @@ class Scheduler:
         self.pool, self.blocks, self.cache = self.memory.pool, self.memory.blocks, self.memory.cache
         self.table = RequestTable(config.max_num_seqs, config.max_model_len)
         self.digests = TableDigest(
-            self.table, self.blocks.num_blocks, self.blocks.block_ids, groups, depth=config.depth
+            self.table.columns,
+            self.table.token_ids,
+            self.blocks.num_blocks,
+            self.blocks.block_ids,
+            groups,
+            depth=config.depth,
         )
         self.waiting = make_policy(config.scheduling_policy) if policy is None else policy
         self.num_steps = 0
@@ -261,13 +266,15 @@ class Scheduler:
             return None
         if share.next_turn is not None:
             self._turn = share.next_turn
+        grown_block_ids = self.memory.grow(growth)
         step = SchedulerOutput(
             freed_rows=np.array(sorted(self._freed_rows), np.int32),
             admissions=admissions,
             run_rows=share.run_rows,
             run_counts=share.run_counts,
             paused_rows=share.paused_rows,
-            grown_block_ids=self.memory.grow(growth),
+            grown_block_ids=grown_block_ids,
+            digest=self.digests.begin(plan),
         )
         self._freed_rows.clear()
         self._issue(plan)
@@ -340,7 +347,6 @@ class Scheduler:
 
     def _issue(self, plan: StepPlan) -> None:
         """Count the step as done by the tables, and remember it until its tokens are back."""
-        self.digests.begin(plan)
         self.waiting.served(self.table, plan)
         table, batch = self.table, plan.batch
         self._records.add(plan, table)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,22 +24,31 @@ _BYTES = 0xAEF17502108EF2D9
 _all_weights = np.empty(0, np.uint64)
 
 
-class DigestedTable(Protocol):
-    """The per-row columns that the digest covers; both sides' tables have them.
+class RowColumns:
+    """What scheduler and workers both hold of each row, in one piece of memory: the digest folds all of it every step.
 
-    Shapes: [max_num_seqs] int32, or as said: live bool; seeds int64; temperature and top_p float32; token_ids
-        [max_num_seqs, max_model_len], 0 beyond a live row's tokens. What a row that is not live holds does not matter.
+    A row that nobody holds has 0 in every column, on both sides.
+    Shapes: all [max_num_seqs]; live bool, seeds int64, temperature and top_p float32, the others int32; words uint64,
+    all of them behind each other.
     """
 
-    live: np.ndarray
-    num_tokens: np.ndarray
-    num_computed_tokens: np.ndarray
-    num_prompt_tokens: np.ndarray
-    token_ids: np.ndarray
-    seeds: np.ndarray
-    temperature: np.ndarray
-    top_p: np.ndarray
-    top_k: np.ndarray
+    def __init__(self, max_num_seqs: int) -> None:
+        size = max_num_seqs
+        self.words = np.zeros(-(-33 * size // 8), np.uint64)
+        memory = self.words.view(np.uint8)
+        self.seeds = memory[: 8 * size].view(np.int64)
+        self._narrow = memory[8 * size : 32 * size].view(np.int32).reshape(6, size)
+        self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens, self.top_k = (
+            self._narrow[:4]
+        )
+        self.temperature, self.top_p = self._narrow[4:].view(np.float32)
+        self.live = memory[32 * size : 33 * size].view(bool)
+
+    def clear(self, rows: np.ndarray | list[int]) -> None:
+        """Empty rows."""
+        self.live[rows] = False
+        self.seeds[rows] = 0
+        self._narrow[:, rows] = 0
 
 
 class TableDigest:
@@ -48,23 +57,25 @@ class TableDigest:
     Call, for every step: `begin` with its plan, after its frees, admissions and growth and before its lengths count;
     `end` with the bytes of its frame; `sampled` with its tokens as soon as they are known, in step order.
 
-    Folded in each step: the frame; index_mapping; query_start_loc; the tokens of step - depth; and of the live rows `i`
-    with `i % 16 == step % 16` lengths, prompt length, sampling params, seed, the token ids that both sides must know
-    by now, and per group how many blocks the row holds and the ids of those that attention may still read. One value
-    that differs always changes the digest of its step, and so of every later one; several that differ do, but for
-    chances of about 2**-59.
+    Folded in each step: the frame; index_mapping; query_start_loc; the tokens of step - depth; of all rows lengths,
+    sampling params, seed and how many blocks they hold; and of the rows `i` with `i % 16 == step % 16` the token ids
+    that both sides must know by now, and the ids of the blocks that attention may still read. One value that differs
+    always changes the digest of its step, and so of every later one; several that differ do, but for chances of about
+    2**-59.
 
     What it cannot tell: with two ranks, whether rank 0 reported (and stored) a token that it did not sample. The
     scheduler knows rank 0's word alone, so rank 1 is the one that differs then. With three and more, all others differ.
 
-    table, num_blocks and block_ids are referred to, never copied: they must stay the same arrays.
-    Shapes: num_blocks by group [max_num_seqs] int32; block_ids by group [max_num_seqs, max_blocks] int32, 0 beyond a
-        live row's blocks; what lies left of a window does not matter.
+    columns, token_ids, num_blocks and block_ids are referred to, never copied: they must stay the same arrays.
+    Shapes, int32: token_ids [max_num_seqs, max_model_len]; num_blocks by group [max_num_seqs]; block_ids by group
+        [max_num_seqs, max_blocks]. What lies beyond a row's tokens and blocks is 0; what lies left of a window does not
+        matter. Groups of one block size hold as many blocks.
     """
 
     def __init__(
         self,
-        table: DigestedTable,
+        columns: RowColumns,
+        token_ids: np.ndarray,
         num_blocks: Sequence[np.ndarray],
         block_ids: Sequence[np.ndarray],
         groups: Sequence[KVGroupSpec],
@@ -72,26 +83,42 @@ class TableDigest:
         depth: int,
     ) -> None:
         self._depth = depth
-        max_num_seqs = len(table.live)
+        self._columns = columns.words
+        first_of_size = {spec.block_size: group for group, spec in reversed([*enumerate(groups)])}
+        self._num_blocks = [num_blocks[group] for group in first_of_size.values()]
+        max_num_seqs = len(token_ids)
         self._parts = [
-            _RowPart(table, num_blocks, block_ids, groups, range(first, max_num_seqs, _PERIOD))
+            _RowPart(
+                columns,
+                token_ids,
+                num_blocks,
+                block_ids,
+                groups,
+                range(first, max_num_seqs, _PERIOD),
+            )
             for first in range(min(_PERIOD, max_num_seqs))
         ]
         self._sampled: deque[np.ndarray] = deque()
         self._step = 0
         self._value = 0
 
-    def begin(self, plan: StepPlan) -> None:
-        """Fold everything of a step but its frame."""
+    def begin(self, plan: StepPlan) -> bytes:
+        """Fold everything of a step but its frame; returns the digest so far, which the frame itself carries.
+
+        A rank compares it before the step's first collective: a rank that runs another batch than the others, or
+        samples it by other rules, would leave them waiting for a message of another size.
+        """
         batch = plan.batch
-        lists = [batch.index_mapping, batch.query_start_loc]
+        lists = [batch.index_mapping, batch.query_start_loc, *self._num_blocks]
         if self._step >= self._depth and self._sampled:
             lists.append(self._sampled.popleft())
         self._add(len(batch.index_mapping))
         self._add(_fold(np.concatenate(lists).tobytes()))
+        self._add(int(np.dot(self._columns, _weights(len(self._columns)))))
         if (part := self._step % _PERIOD) < len(self._parts):
             self._add(self._parts[part].fold(self._depth))
         self._step += 1
+        return self._value.to_bytes(DIGEST_BYTES, "little")
 
     def end(self, frame: bytes) -> int:
         """Fold the frame's bytes; returns this step's digest, in [0, 2**64)."""
@@ -107,14 +134,15 @@ class TableDigest:
 
 
 class _RowPart:
-    """Every 16th row of the tables, as views. In shapes, n is how many those are; sums are of weighted values.
+    """Token and block ids of every 16th row, as views. In shapes, n is how many rows those are.
 
     Rows are summed whole, not up to their lengths: it takes a third of the time, and what lies beyond is 0.
     """
 
     def __init__(
         self,
-        table: DigestedTable,
+        columns: RowColumns,
+        token_ids: np.ndarray,
         num_blocks: Sequence[np.ndarray],
         block_ids: Sequence[np.ndarray],
         groups: Sequence[KVGroupSpec],
@@ -122,40 +150,18 @@ class _RowPart:
     ) -> None:
         part = slice(rows.start, rows.stop, rows.step)
         self._num_rows = len(rows)
-        self._live = table.live[part]
-        self._num_tokens = table.num_tokens[part]
-        self._num_computed = table.num_computed_tokens[part]
-        self._num_prompt = table.num_prompt_tokens[part]
-        halves_of_seeds = table.seeds[part, None].view(np.uint32)
-        self._columns = [
-            np.ones(len(rows), np.uint32),  # that the row is live
-            halves_of_seeds[:, 0],
-            halves_of_seeds[:, 1],
-            *(
-                column.view(np.uint32)
-                for column in (
-                    self._num_tokens,
-                    self._num_computed,
-                    self._num_prompt,
-                    table.top_k[part],
-                    table.temperature[part],
-                    table.top_p[part],
-                    *(held[part] for held in num_blocks),
-                )
-            ),
-        ]
+        self._num_tokens = columns.num_tokens[part]
+        self._num_computed = columns.num_computed_tokens[part]
+        self._num_prompt = columns.num_prompt_tokens[part]
         # Two ids are summed as one word, where a row is a whole number of words.
-        self._ids_per_word = 1 if table.token_ids.shape[1] % 2 else 2
-        self._token_ids = table.token_ids[part].view(np.uint32)
-        self._token_words = self._token_ids.view(
-            np.uint64 if self._ids_per_word == 2 else np.uint32
-        )
+        ids_per_word = 1 if token_ids.shape[1] % 2 else 2
+        self._ids_per_word = ids_per_word
+        self._token_words = token_ids[part].view(np.uint64 if ids_per_word == 2 else np.uint32)
         # What an id of each place weighs within a word.
-        num_words = self._token_words.shape[1]
-        self._id_weights = np.repeat(_weights(num_words), self._ids_per_word)
-        self._id_weights[1 :: self._ids_per_word] <<= np.uint64(32 * (self._ids_per_word - 1))
-        self._all_ids = table.token_ids.reshape(-1).view(np.uint32)
-        self._row_starts = np.arange(rows.start, rows.stop, rows.step) * table.token_ids.shape[1]
+        self._id_weights = np.repeat(_weights(self._token_words.shape[1]), ids_per_word)
+        self._id_weights[1::ids_per_word] <<= np.uint64(32 * (ids_per_word - 1))
+        self._all_ids = token_ids.reshape(-1).view(np.uint32)
+        self._row_starts = np.array(rows) * token_ids.shape[1]
         # Groups that see alike are folded together: their spec, counts, and the block ids of each.
         alike: dict[tuple[AttentionKind, int, int], list[int]] = {}
         for group, spec in enumerate(groups):
@@ -170,18 +176,11 @@ class _RowPart:
         ]
 
     def fold(self, depth: int) -> int:
-        """One number for everything that is stored of these rows, not reduced."""
-        sums = self._sums_of_columns()
-        sums += self._sums_of_tokens(depth)
+        """One number for all ids of these rows, not reduced."""
+        sums = self._sums_of_tokens(depth)
         for index, of_blocks in enumerate(self._blocks):
             sums += self._sums_of_blocks(*of_blocks) * _weights(index + 40)[-1]
-        sums *= self._live
         return int(np.dot(sums, _weights(self._num_rows)))
-
-    def _sums_of_columns(self) -> np.ndarray:
-        """[n] uint64, over lengths, params, seed and counts of blocks."""
-        values = np.concatenate(self._columns).astype(np.uint64)
-        return np.dot(_weights(len(self._columns)), values.reshape(-1, self._num_rows))
 
     def _sums_of_tokens(self, depth: int) -> np.ndarray:
         """[n] uint64, over the token ids that both sides know."""

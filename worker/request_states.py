@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..scheduler.agreement import RowColumns
 from ..scheduler.messages import Admissions
 
-# Every scalar column: its dtype and what a free row holds. A new column is added here and declared in __init__.
-_COLUMNS = {
-    "live": (np.bool_, False),
-    "num_tokens": (np.int32, 0),
-    "num_computed_tokens": (np.int32, 0),
-    "num_prompt_tokens": (np.int32, 0),
-    "temperature": (np.float32, 0.0),
-    "top_p": (np.float32, 1.0),
-    "top_k": (np.int32, 0),
-    "seeds": (np.int64, 0),
+# Which part of an admission fills which column.
+_FILLED_BY = {
+    "num_tokens": "num_tokens",
+    "num_computed_tokens": "num_cached_tokens",
+    "num_prompt_tokens": "num_prompt_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "seeds": "seeds",
 }
-# Which column of an admission fills it, where the two have other names; live has no source.
-_SOURCE_OF = {"num_computed_tokens": "num_cached_tokens"}
 
 
 class RequestStates:
     """Struct of arrays; index is the row.
 
     Shapes: token_ids [max_num_seqs, max_model_len] int32, 0 beyond num_tokens; request_ids max_num_seqs strings, None
-        for a free row; all others [max_num_seqs].
+        for a free row; all others [max_num_seqs], 0 in a free row. columns: all others, as the digest reads them.
     live, num_tokens and num_computed_tokens are what `scheduler.agreement.Lengths` asks for. num_tokens counts prompt
         and outputs, num_prompt_tokens the prompt alone.
     """
@@ -38,28 +36,24 @@ class RequestStates:
     def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.live: np.ndarray
-        self.num_tokens: np.ndarray
-        self.num_computed_tokens: np.ndarray
-        self.num_prompt_tokens: np.ndarray
-        self.temperature: np.ndarray
-        self.top_p: np.ndarray
-        self.top_k: np.ndarray
-        self.seeds: np.ndarray
-        for name, (dtype, free_value) in _COLUMNS.items():
-            setattr(self, name, np.full(max_num_seqs, free_value, dtype))
+        self.columns = columns = RowColumns(max_num_seqs)
+        self.live = columns.live
+        self.num_tokens = columns.num_tokens
+        self.num_computed_tokens = columns.num_computed_tokens
+        self.num_prompt_tokens = columns.num_prompt_tokens
+        self.temperature = columns.temperature
+        self.top_p = columns.top_p
+        self.top_k = columns.top_k
+        self.seeds = columns.seeds
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.request_ids: list[str | None] = [None] * max_num_seqs
 
     def add(self, admissions: Admissions) -> None:
         """Fill one row per admission, every column of it and the whole width of its token ids."""
         rows = admissions.rows
-        for name in _COLUMNS:
-            column = getattr(self, name)
-            if name == "live":
-                column[rows] = True
-            else:
-                column[rows] = getattr(admissions, _SOURCE_OF.get(name, name))
+        self.live[rows] = True
+        for column, source in _FILLED_BY.items():
+            getattr(self, column)[rows] = getattr(admissions, source)
         ends = np.cumsum(admissions.num_tokens)
         for row, request_id, end, length in zip(
             rows.tolist(),
@@ -77,8 +71,7 @@ class RequestStates:
         for row in rows.tolist():
             self.token_ids[row, : self.num_tokens[row]] = 0
             self.request_ids[row] = None
-        for name, (_, free_value) in _COLUMNS.items():
-            getattr(self, name)[rows] = free_value
+        self.columns.clear(rows)
 
     def describe(self, row: int) -> str:
         """Name a row for an error: `row 5 (request 'chat-17')`."""

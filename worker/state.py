@@ -67,7 +67,8 @@ class WorkerState:
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, groups=self.groups
         )
         self.digests = TableDigest(
-            self.requests,
+            self.requests.columns,
+            self.requests.token_ids,
             self.block_tables.num_blocks,
             self.block_tables.table,
             self.groups,
@@ -90,7 +91,8 @@ class WorkerState:
 
         Trusts the form of `step` (`messages.decode_frame` checked it), and nothing else of it.
         Returns: the plan, in batch order; its num_computed_tokens are those before the step.
-        Raises: ProtocolError naming what, where, expected and got; the tables are then untouched.
+        Raises: ProtocolError naming what, where, expected and got; the tables are then untouched. Also if this rank's
+            digest is not the scheduler's: they were wrong before.
         """
         if len(step.grown_block_ids) != self.block_tables.num_groups:
             raise ProtocolError(
@@ -127,7 +129,11 @@ class WorkerState:
         for size, (rows, counts) in enumerate(growth):
             if len(rows):
                 self._grow(size, rows, counts, step.grown_block_ids)
-        self.digests.begin(plan)
+        if self.digests.begin(plan) != step.digest != b"":
+            raise ProtocolError(
+                "step: the digests differ: what this rank was sent, holds in its tables, runs or has sampled is not "
+                "what the scheduler has; it stops rather than compute something wrong"
+            )
         return plan
 
     def commit(self, plan: StepPlan, tokens: np.ndarray) -> None:

@@ -224,7 +224,7 @@ def packed(*values) -> bytes:
     return msgpack.packb(list(values))
 
 
-STEP_BODY = [b"", None, b"", b"", b"", [b""], b""]
+STEP_BODY = [b"", None, b"", b"", b"", [b""], b"", b""]
 
 
 def step_with(place: int, value) -> bytes:
@@ -256,7 +256,7 @@ def step_with(place: int, value) -> bytes:
         (packed(PROTOCOL_VERSION, 5, 0, 0, None), "hello frame must carry 0 values, got 1"),
         (
             packed(PROTOCOL_VERSION, 5, 1, 7, *STEP_BODY[1:]),
-            "step frame must carry 7 values, got 6",
+            "step frame must carry 8 values, got 7",
         ),
         (packed(PROTOCOL_VERSION, 5, 3, 7, 1), "unknown operation 1"),
         (step_with(0, b"\x01\x02\x03"), "freed_rows must be bin of a multiple of 4 bytes, got 3"),
@@ -265,6 +265,9 @@ def step_with(place: int, value) -> bytes:
         (step_with(5, {}), "grown_block_ids must be an array"),
         (step_with(5, [b"\0"]), "grown_block_ids of group 0 must be bin"),
         (step_with(1, []), "admissions must carry 12 values"),
+        (step_with(7, b"1234567"), "digest must be bin of 0 or 8 bytes"),
+        (step_with(7, "12345678"), "digest must be bin of 0 or 8 bytes"),
+        (step_with(7, None), "digest must be bin of 0 or 8 bytes"),
     ],
 )
 def test_a_frame_that_is_not_exactly_one_is_refused(frame, said):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rowcast.scheduler.agreement import Batch, StepPlan, TableDigest, disagreement
+from rowcast.scheduler.agreement import Batch, RowColumns, StepPlan, TableDigest, disagreement
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec, first_needed_block
 
 ROWS, WIDTH = 20, 24  # two rows share one step in sixteen, and the last parts hold one row alone
@@ -34,32 +33,31 @@ class Side:
 
     def __init__(self, seed: int = 0, depth: int = DEPTH, width: int = WIDTH) -> None:
         rng = np.random.default_rng(seed)
-        self.table = SimpleNamespace(
-            live=np.ones(ROWS, bool),
-            num_tokens=rng.integers(12, WIDTH, ROWS).astype(np.int32),
-            num_computed_tokens=np.zeros(ROWS, np.int32),
-            num_prompt_tokens=rng.integers(1, 9, ROWS).astype(np.int32),
-            temperature=rng.random(ROWS, np.float32),
-            top_p=rng.random(ROWS, np.float32),
-            top_k=rng.integers(0, 50, ROWS).astype(np.int32),
-            seeds=rng.integers(0, 2**63, ROWS),
-            token_ids=rng.integers(1, 1000, (ROWS, width)).astype(np.int32),
-        )
-        self.table.live[3] = False
-        self.table.num_computed_tokens[:] = self.table.num_tokens - 1
-        self.num_blocks = tuple(
-            -(-self.table.num_tokens // spec.block_size).astype(np.int32) for spec in GROUPS
-        )
+        self.table = table = RowColumns(ROWS)
+        table.live[:] = True
+        table.num_tokens[:] = rng.integers(12, WIDTH, ROWS)
+        table.num_computed_tokens[:] = table.num_tokens - 1
+        table.num_prompt_tokens[:] = rng.integers(1, 9, ROWS)
+        table.temperature[:] = rng.random(ROWS)
+        table.top_p[:] = rng.random(ROWS)
+        table.top_k[:] = rng.integers(0, 50, ROWS)
+        table.seeds[:] = rng.integers(0, 2**63, ROWS)
+        table.clear([3])
+        self.token_ids = rng.integers(1, 1000, (ROWS, width)).astype(np.int32)
+        of_size = {size: (-(-table.num_tokens // size)).astype(np.int32) for size in (2, 4)}
+        self.num_blocks = tuple(of_size[spec.block_size] for spec in GROUPS)
         self.block_ids = tuple(
             rng.integers(1, 500, (ROWS, WIDTH // spec.block_size)).astype(np.int32)
             for spec in GROUPS
         )
         for row, length in enumerate(self.table.num_tokens):
-            self.table.token_ids[row, length:] = 0
+            self.token_ids[row, length:] = 0
         for held, ids in zip(self.num_blocks, self.block_ids, strict=True):
             for row, count in enumerate(held):
                 ids[row, count:] = 0
-        self.digest = TableDigest(self.table, self.num_blocks, self.block_ids, GROUPS, depth=depth)  # type: ignore[arg-type]
+        self.digest = TableDigest(
+            table, self.token_ids, self.num_blocks, self.block_ids, GROUPS, depth=depth
+        )
 
     def plan(self, rows: np.ndarray | None = None, counts: np.ndarray | None = None) -> StepPlan:
         rows = i32(7, 5, 9) if rows is None else rows
@@ -105,17 +103,17 @@ def test_the_digest_fits_eight_bytes_and_never_stays():
 COLUMNS = ["num_tokens", "num_computed_tokens", "num_prompt_tokens", "top_k", "seeds"]
 
 
-@pytest.mark.parametrize("row", [0, 2, 7, 15, 16, 18, 19])
+@pytest.mark.parametrize("row", [0, 2, 3, 7, 15, 16, 18, 19])
 @pytest.mark.parametrize("column", [*COLUMNS, "temperature", "top_p"])
-def test_a_value_that_differs_is_noticed_within_sixteen_steps(column: str, row: int):
-    """At the step that folds the row: i % 16 == step % 16."""
+def test_a_value_that_differs_is_noticed_at_once(column: str, row: int):
+    """Lengths and params decide what ranks send each other in this very step. Row 3 is free."""
 
     def change(side: Side) -> None:
         array = getattr(side.table, column)
         bits = array.view(np.uint64 if array.itemsize == 8 else np.uint32)
         bits[row] ^= 1  # the lowest bit of whatever it is
 
-    assert first_difference(change) == row % 16
+    assert first_difference(change) == 0
 
 
 @pytest.mark.parametrize("bit", range(63))
@@ -123,32 +121,47 @@ def test_every_bit_of_a_seed_counts(bit: int):
     def change(side: Side) -> None:
         side.table.seeds[4] ^= 1 << bit
 
-    assert first_difference(change) == 4
+    assert first_difference(change) == 0
 
 
 def test_a_row_that_one_side_thinks_free_is_noticed():
     def change(side: Side) -> None:
         side.table.live[11] = False
 
-    assert first_difference(change) == 11
+    assert first_difference(change) == 0
 
     def wake(side: Side) -> None:
         side.table.live[3] = True
 
-    assert first_difference(wake) == 3
+    assert first_difference(wake) == 0
 
 
-def test_what_stands_in_a_free_row_does_not_matter():
-    """The scheduler leaves old values there, the workers clear them."""
+def test_columns_lie_side_by_side_and_are_cleared_together():
+    """In one piece of memory a column that overlaps another would go unseen until both are used."""
+    columns = RowColumns(5)
+    names = [*COLUMNS, "temperature", "top_p", "live"]
+    for number, name in enumerate(names):
+        getattr(columns, name)[:] = np.arange(1, 6) + 10 * number
+    for number, name in enumerate(names[:-1]):
+        assert getattr(columns, name).tolist() == [1 + 10 * number + i for i in range(5)], name
+    assert columns.live.all()
+    columns.clear(i32(1, 4))
+    for name in names:
+        assert np.flatnonzero(getattr(columns, name) == 0).tolist() == [1, 4], name
+    columns.clear([0, 2, 3])
+    assert not columns.words.any()
 
-    def change(side: Side) -> None:
-        side.table.token_ids[3] = 999
-        side.table.seeds[3] = 1
-        side.table.num_tokens[3] = 0
-        side.num_blocks[0][3] = 0
-        side.block_ids[1][3] = 7
 
-    assert first_difference(change, 64) is None
+@pytest.mark.parametrize("row", range(ROWS))
+def test_the_ids_of_a_row_are_folded_once_in_sixteen_steps(row: int):
+    def token(side: Side) -> None:
+        side.token_ids[row, 0] += 1
+
+    def block(side: Side) -> None:
+        side.block_ids[0][row, 0] += 1
+
+    assert first_difference(token) == row % 16
+    assert first_difference(block) == row % 16
 
 
 @pytest.mark.parametrize("width", [WIDTH, WIDTH + 1])
@@ -160,7 +173,7 @@ def test_every_token_that_both_sides_know_counts(depth: int, width: int):
         made = Side(depth=depth, width=width)
         made.table.num_prompt_tokens[9] = made.table.num_tokens[9]
         made.table.num_prompt_tokens[10] = made.table.num_tokens[10] - 1
-        made.table.token_ids[row, place] += by
+        made.token_ids[row, place] += by
         return made
 
     same = side().steps(16)
@@ -189,7 +202,7 @@ def test_every_block_id_that_attention_may_read_counts():
                 assert noticed == (first <= place), (group, row, place)
 
 
-@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_count_of_blocks_that_differs_is_noticed(group: int, by: int):
     """Also where the cell beyond holds 0, which adds nothing to a sum."""
@@ -210,10 +223,10 @@ def test_a_count_of_blocks_that_differs_is_noticed(group: int, by: int):
 
 def test_swaps_are_noticed():
     def tokens(side: Side) -> None:
-        side.table.token_ids[6, [2, 3]] = side.table.token_ids[6, [3, 2]]
+        side.token_ids[6, [2, 3]] = side.token_ids[6, [3, 2]]
 
     def rows(side: Side) -> None:
-        side.table.token_ids[[2, 18]] = side.table.token_ids[[18, 2]]
+        side.token_ids[[2, 18]] = side.token_ids[[18, 2]]
 
     def blocks(side: Side) -> None:
         side.block_ids[0][6, [0, 1]] = side.block_ids[0][6, [1, 0]]
@@ -297,19 +310,19 @@ def test_who_disagrees_is_named():
 
 
 def test_tables_smaller_than_a_round_are_folded():
-    side = SimpleNamespace(
-        live=np.ones(1, bool), token_ids=np.ones((1, 4), np.int32), seeds=np.zeros(1, np.int64),
-        temperature=np.zeros(1, np.float32), top_p=np.zeros(1, np.float32),
-        **{name: np.ones(1, np.int32) for name in COLUMNS[:4]},
-    )  # fmt: skip
-    digest = TableDigest(side, [i32(1)], [i32(5)[None]], [FULL], depth=1)  # type: ignore[arg-type]
-    plan = StepPlan(
-        batch=Batch(i32(), i32(), np.zeros(0, bool)),
-        num_computed_tokens=i32(),
-        seq_lens=i32(),
-        max_seq_len=0,
-    )
+    tokens, blocks = np.ones((1, 4), np.int32), i32(5)[None]
+    digest = TableDigest(RowColumns(1), tokens, [i32(1)], [blocks], [FULL], depth=1)
+    batch = Batch(i32(), i32(), np.zeros(0, bool))
+    plan = StepPlan(batch=batch, num_computed_tokens=i32(), seq_lens=i32(), max_seq_len=0)
     for _ in range(17):
         digest.begin(plan)
         digest.end(b"")
         digest.sampled(i32())
+
+
+def test_a_frame_carries_what_is_known_before_it():
+    side = Side()
+    assert side.digest.begin(side.plan()) != side.digest.begin(side.plan())
+    begun = side.digest.begin(side.plan())
+    assert len(begun) == 8
+    assert side.digest.end(FRAME) != int.from_bytes(begun, "little")
