@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from .. import __version__
-from ..scheduler.kv_groups import KVGroupSpec, agree_on_groups
+from ..scheduler.kv_groups import KVGroupSpec, agree_on_groups, describe_groups
 from ..scheduler.recording import Recorder, open_recorder
 from .config import RAY_NAMESPACE, STOPPED, EngineSpec
 from .front import FrontActor, FrontConfig
@@ -177,7 +177,7 @@ class SchedulerActor:
 
         began = time.monotonic()
         self._each("allocate", num_blocks, timeout_s=spec.cluster.load_timeout_s)
-        self._done("allocate and warm up", began)
+        self._done(f"allocate {describe_groups(groups)}, and warm up", began)
 
         began = time.monotonic()
         group = WorkerGroup(

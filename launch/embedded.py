@@ -181,6 +181,7 @@ class EmbeddedEngine:
         groups, num_blocks = agree_on_groups(
             [self._runner.group_specs], [self._runner.max_num_blocks]
         )
+        self.groups = groups
         self._runner.allocate(num_blocks)
         self._runner.warm_up()
         scheduler = Scheduler(plan.scheduler, groups, num_blocks)

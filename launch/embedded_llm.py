@@ -22,11 +22,12 @@ from ..cluster.prompts import (
     list_prompts,
     one_prompt,
 )
+from ..scheduler.kv_groups import describe_groups
 from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
 from .embedded import EmbeddedEngine, Request
 from .interrupts import interrupts_held
-from .stages import load_bar
+from .stages import StageLines, load_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +43,7 @@ class EmbeddedLLM:
     def __init__(self, plan: EnginePlan, text: TextProcessor, *, console: Console | None):
         with load_bar(console, f"load {plan.options.model}") as on_load:
             self._engine = EmbeddedEngine(plan, text, on_load=on_load)
+        StageLines(console).say(describe_groups(self._engine.groups))
         # Beyond these the scheduler would refuse: the rest of a long list waits here.
         self._max_live = plan.scheduler.max_waiting
         self._lock = threading.Lock()

@@ -48,7 +48,7 @@ def test_the_stages_are_told_in_order(started: engine.EngineInfo) -> None:
         "start the scheduler",
         "start 2 workers",
         "load tiny on 2 workers",
-        "allocate and warm up",
+        "allocate 1 KV group, and warm up",
         "connect workers and front",
     ]
     assert started.status["state"] == "ready"
@@ -129,8 +129,12 @@ def test_only_requests_of_one_salt_share_a_cached_prefix(client: Client, cluster
     outputs = [client.generate(prompt, GREEDY, cache_salt=salt)[0] for salt in salts]
     assert [output.cached_tokens for output in outputs] == [0, 0, 32, 0, 32]
     assert all(output.outputs == outputs[0].outputs for output in outputs)
-    *_, last = client.stream(prompt, GREEDY, cache_salt="b", priority=-1, user="anna")
+    *_, last = client.stream(prompt, GREEDY, cache_salt="b", user="anna")
     assert last.cached_tokens == 32
+    with pytest.raises(
+        ValueError, match="priority -1 has no effect under the scheduling policy fcfs"
+    ):
+        client.generate(prompt, GREEDY, priority=-1)
     cluster.wait_until(is_idle)
 
 

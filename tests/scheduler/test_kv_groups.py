@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rowcast.scheduler.kv_groups import (
+    KVGroupSpec,
     base_block_size,
     blocks_needed,
+    describe_groups,
     first_needed_block,
     hit_alignment,
     most_blocks,
@@ -122,3 +124,19 @@ def test_links_and_hits_end_where_blocks_end(sizes, base, alignment):
     groups = [spec(size) for size in sizes]
     assert base_block_size(groups) == base
     assert hit_alignment(groups) == alignment
+
+
+def test_the_start_says_what_the_emptiest_group_leaves_unused():
+    """Two layers beside three leave a third; layers half as wide in blocks twice as long leave nothing."""
+
+    def group(layers: int, *, head_dim: int = 64, block_size: int = 16) -> KVGroupSpec:
+        return KVGroupSpec(
+            block_size=block_size, num_kv_heads=2, head_dim=head_dim, layers=tuple(range(layers))
+        )
+
+    assert describe_groups([group(3)]) == "1 KV group"
+    for other, words in (
+        (group(2), "2 KV groups, at most 33% of a block unused"),
+        (group(3, head_dim=32, block_size=32), "2 KV groups, at most 0% of a block unused"),
+    ):
+        assert describe_groups([group(3), other]) == words
