@@ -41,6 +41,11 @@ class Door:
         options = RequestOptions(
             priority=submit.priority, user=submit.user, cache_salt=submit.cache_salt
         )
+        if options.priority and self._config.scheduling_policy != "priority":
+            raise ValueError(
+                f"request {submit.request_id}: priority {options.priority} has no effect under the scheduling policy "
+                f"{self._config.scheduling_policy}; leave it out, or start the engine with --scheduling-policy priority"
+            )
         max_model_len, who = self._config.max_model_len, f"request {submit.request_id}"
         num_prompt = len(submit.prompt_token_ids)
         if not num_prompt:

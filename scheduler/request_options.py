@@ -17,8 +17,10 @@ _INT32 = 2**31
 class RequestOptions:
     """Who asks, how urgently, and with whom its cached prefix may be shared.
 
-    priority: the smaller the more urgent, in [-2**31, 2**31); matters under the policy "priority" alone.
-    user: whose share of the engine it takes under the policy "fair"; "" is everyone who does not say.
+    priority: the smaller the more urgent, in [-2**31, 2**31); any but 0 is refused unless the scheduling policy is
+        "priority", since it would have no effect.
+    user: whose share of the engine it takes under the policy "fair", a name without effect under others; "" is everyone
+        who does not say.
     cache_salt: only requests of the same salt share cached prompt blocks, so that nobody can tell from a fast answer
         what others have asked; None or "" is no salt. Both at most 256 bytes of UTF-8.
     Raises: TypeError or ValueError, one sentence that names the field.

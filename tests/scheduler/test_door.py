@@ -135,9 +135,10 @@ def test_the_least_top_p_is_a_float32():
         (b"bytes", TypeError, "request_id must be a string, got b'bytes'"),
         ("", ValueError, "must have 1 to 256 bytes, got 0"),
         ("x" * 1_000_000, ValueError, "must have 1 to 256 bytes, got 1000000"),
+        ("é" * 129, ValueError, "must have 1 to 256 bytes, got 258"),
         ("id-\ud800", ValueError, "is not valid Unicode"),
     ],
-    ids=["int", "UUID", "bytes", "empty", "1 MB", "surrogate"],
+    ids=["int", "UUID", "bytes", "empty", "1 MB", "two bytes each", "surrogate"],
 )
 def test_a_request_id_that_the_wire_cannot_carry_is_refused(request_id, error, said):
     """E-03, S12, W12: accepted, it failed when the step that admits it was encoded, and took everyone down."""
@@ -286,6 +287,17 @@ def test_a_resubmitted_request_goes_on_from_its_tokens():
     bench.run()
     assert bench.outputs[0] == whole.outputs[0][4:]
     bench.check_all_ended()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_a_priority_that_has_no_effect_is_refused(policy):
+    """Ignored, its owner would wait and never learn why."""
+    bench = Bench(scheduling_policy=policy)
+    with pytest.raises(
+        ValueError, match=f"priority 3 has no effect under the scheduling policy {policy}"
+    ):
+        bench.add(5, submit={"priority": 3})
+    bench.add(5, submit={"priority": 0, "user": "anna"})
 
 
 def test_limits_that_make_no_sense_are_refused():

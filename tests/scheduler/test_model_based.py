@@ -158,6 +158,7 @@ class Game:
         self.salts[number] = move.salt or None
         end_len = min(MAX_MODEL_LEN, len(prompt) + (move.max_tokens or 1))
         refused = pytest.raises(ValueError, match=r"whole (KV )?pool holds")
+        priority = move.priority if self.engine.policy == "priority" else 0
         with refused if end_len > bench.most_tokens else nullcontext():
             bench.add(
                 prompt,
@@ -165,7 +166,7 @@ class Game:
                 max_tokens=move.max_tokens,
                 stop_token_ids=() if move.stop is None else (move.stop,),
                 ignore_eos=move.ignore_eos,
-                submit={"priority": move.priority, "user": move.user, "cache_salt": move.salt},
+                submit={"priority": priority, "user": move.user, "cache_salt": move.salt},
             )
 
     def _reset(self, preempt_running: bool) -> None:
