@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..scheduler.agreement import StepPlan, TableDigest
+from ..scheduler.agreement import StepPlan
 from ..scheduler.messages import (
     ProtocolError,
     ResultKind,
@@ -65,13 +65,6 @@ class LifeReplay:
             groups=life.groups,
             num_blocks=life.num_blocks,
             vocab_size=life.vocab_size,
-        )
-        tables = self.state.block_tables
-        self._digest = TableDigest(
-            self.state.requests,
-            tables.num_blocks,
-            tables.table,
-            life.groups,
             depth=life.depth,
         )
         self._on_step = on_step
@@ -126,7 +119,6 @@ class LifeReplay:
                 f"step {record.sequence}: its tokens do not fit the {plan.num_reqs} requests that it ran"
             )
         self.state.commit(plan, result.tokens)
-        self._digest.sampled(result.tokens)
         summary.num_steps += 1
         summary.num_digests += len(said)
         summary.num_tokens += int(plan.samples.sum())
@@ -158,8 +150,7 @@ class LifeReplay:
             plan = self.state.apply(sent.step)
         except ProtocolError as error:
             raise ReplayMismatch(f"step {sent.sequence}: {error}") from None
-        self._digest.begin(plan)
-        digest = self._digest.end(sent.message)
+        digest = self.state.digests.end(sent.message)
         if sent.step.admissions is not None:
             self.summary.num_requests += len(sent.step.admissions.rows)
         if self._on_step is not None:

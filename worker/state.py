@@ -129,10 +129,11 @@ class WorkerState:
         for size, (rows, counts) in enumerate(growth):
             if len(rows):
                 self._grow(size, rows, counts, step.grown_block_ids)
-        if self.digests.begin(plan) != step.digest != b"":
+        digest = self.digests.begin(plan)
+        if step.digest and digest != step.digest:
             raise ProtocolError(
-                "step: the digests differ: what this rank was sent, holds in its tables, runs or has sampled is not "
-                "what the scheduler has; it stops rather than compute something wrong"
+                f"digest {digest.hex()} is not the scheduler's {step.digest.hex()}: what was sent, stored, run or "
+                "sampled up to this step is not the same on both sides"
             )
         return plan
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from rowcast.launch.cli import run_command
 from rowcast.launch.replay import ReplayMismatch, replay
-from rowcast.scheduler.agreement import TableDigest
 from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.front_messages import Submit, make_submit_key
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec
@@ -60,10 +59,13 @@ def record(path: Path, *, depth: int = 2, stop: bool = True) -> tuple[WorkerStat
     )
     scheduler = Scheduler(config, GROUPS, 22)
     state = WorkerState(
-        max_num_seqs=4, max_model_len=64, groups=GROUPS, num_blocks=22, vocab_size=VOCAB
+        max_num_seqs=4,
+        max_model_len=64,
+        groups=GROUPS,
+        num_blocks=22,
+        vocab_size=VOCAB,
+        depth=depth,
     )
-    tables = state.block_tables
-    digest = TableDigest(state.requests, tables.num_blocks, tables.table, GROUPS, depth=depth)
     random = np.random.default_rng(0)
     common = random.integers(0, VOCAB, 12, np.int32)
     for number in range(12):
@@ -95,12 +97,10 @@ def record(path: Path, *, depth: int = 2, stop: bool = True) -> tuple[WorkerStat
         body = decode_frame(frame).body
         assert isinstance(body, SchedulerOutput)
         plan = state.apply(body)
-        digest.begin(plan)
-        value = digest.end(frame)
+        value = state.digests.end(frame)
         tokens = np.where(plan.samples, random.integers(0, VOCAB, plan.num_reqs), -1)
         tokens = tokens.astype(np.int32)
         state.commit(plan, tokens)
-        digest.sampled(tokens)
         digests = struct.pack("<Q", value) * RANKS if plan.samples.any() else b""
         result = encode_result(
             StepResult(tokens=tokens, digests=digests), epoch=EPOCH, sequence=number
@@ -206,7 +206,7 @@ def test_digests_find_what_checksums_cannot(recorded: tuple[Path, int], tmp_path
     payload[-5] ^= 1
     path = tmp_path / "forged.rec"
     path.write_bytes(with_payload(data, start, bytes(payload)))
-    with pytest.raises(ReplayMismatch, match=r"step 13: ranks 0, 1 reported a digest of"):
+    with pytest.raises(ReplayMismatch, match=r"step 13: digest [0-9a-f]{16} is not the scheduler's"):
         list(replay(Recording(path)))
 
 
