@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from . import table_changes
+from .block_tables import SameSize
 from .state import WorkerState
 from .table_changes import TableChanges
 
@@ -22,8 +23,9 @@ _ALIGN = 16  # bytes; Triton specialises a kernel for pointers aligned so, and w
 class Tables(Protocol):
     """What `InputBuilder` hands to the kernels: arrays or tensors, as the backend takes them.
 
-    Shapes: token_ids [max_num_seqs, max_model_len]; num_computed_tokens [max_num_seqs]; by group block_table
-        [max_num_seqs, max_blocks] and num_blocks [max_num_seqs]; all int32.
+    Shapes: token_ids [max_num_seqs, max_model_len]; num_computed_tokens [max_num_seqs]; one for each of
+        `BlockTables.sizes` block_table [groups of this size, max_num_seqs, max_blocks] and num_blocks [max_num_seqs];
+        all int32.
     """
 
     token_ids: Any
@@ -42,8 +44,8 @@ class HostTables:
     def __init__(self, state: WorkerState) -> None:
         self.token_ids = state.requests.token_ids
         self.num_computed_tokens = state.requests.num_computed_tokens
-        self.block_table = state.block_tables.table
-        self.num_blocks = state.block_tables.num_blocks
+        self.block_table = tuple(same.table for same in state.block_tables.sizes)
+        self.num_blocks = tuple(same.num_blocks for same in state.block_tables.sizes)
 
     def upload(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         return arrays
@@ -64,8 +66,12 @@ class DeviceMirror:
             table_changes.TOKEN_IDS: requests.token_ids,
             table_changes.NUM_COMPUTED_TOKENS: requests.num_computed_tokens,
         }
+        for same in block_tables.sizes:
+            for (
+                group
+            ) in same.groups:  # behind each other, so that they are one array on the device too
+                self._arrays[table_changes.block_table(group)] = block_tables.table[group]
         for group in range(block_tables.num_groups):
-            self._arrays[table_changes.block_table(group)] = block_tables.table[group]
             self._arrays[table_changes.num_blocks(group)] = block_tables.num_blocks[group]
         self._first: dict[tuple[str, int], int] = {}  # where an array begins in the flat tensor
         size = 0
@@ -79,13 +85,21 @@ class DeviceMirror:
         }
         for name, array in self._arrays.items():  # a state that is in use already
             views[name].copy_(torch.from_numpy(array))
-        groups = range(block_tables.num_groups)
         self.token_ids = views[table_changes.TOKEN_IDS]
         self.num_computed_tokens = views[table_changes.NUM_COMPUTED_TOKENS]
-        self.block_table = tuple(views[table_changes.block_table(group)] for group in groups)
-        self.num_blocks = tuple(views[table_changes.num_blocks(group)] for group in groups)
+        self.block_table = tuple(map(self._stack, block_tables.sizes))
+        self.num_blocks = tuple(
+            views[table_changes.num_blocks(same.groups[0])] for same in block_tables.sizes
+        )
         self._staging = _Staging(self._flat.device)
         self.cells_sent = 0  # by the latest upload
+
+    def _stack(self, same: SameSize) -> torch.Tensor:
+        """The tables of the groups of one block size as one tensor, with a gap of up to _ALIGN bytes between them."""
+        num_groups, rows, width = same.table.shape
+        stride = -(-rows * width // (_ALIGN // 4)) * (_ALIGN // 4)
+        first = self._first[table_changes.block_table(same.groups[0])]
+        return self._flat.as_strided((num_groups, rows, width), (stride, width, 1), first)
 
     def upload(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Send the changed cells and `arrays` in one copy; see `Tables.upload`."""

@@ -6,6 +6,7 @@ plan does) and changes no table.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +69,24 @@ class _Buffer:
         self._tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._kernel: Any = self._tensor.numpy() if arrays else self._tensor
 
-    def first(self, length: int, width: int | None = None) -> _View:
-        """The first `length` entries, or of a table the first `width` columns of the first `length` rows."""
-        where = slice(length) if width is None else (slice(length), slice(width))
+    def first(self, *lengths: int) -> _View:
+        """The first entries in each of the last dimensions."""
+        where = (..., *map(slice, lengths))
         return _View(self._tensor[where], self._kernel[where])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Columns gathered beyond what the longest sequence needs: when it has grown past them all rows are gathered anew.
+_SPARE_COLUMNS = 8
+
+
+@dataclass(kw_only=True, slots=True)
 class _Views:
     """What the steps of one batch have in common.
 
     step_arrays: index_mapping, query_start_loc (padded), sample_batch_indices, logits_indices; step_tensors the same
-    memory. block_tables: the output of each (group, width) that has been asked for.
+    memory. slots: by block size [groups of this size, padded_tokens]; slot_tensors: by group.
+    gathered: by block size [groups of this size, padded_reqs, columns], the rows gathered last and kept up to date
+    since; None before. block_tables: their first widths[size] columns, by group.
     """
 
     batch: Batch
@@ -90,9 +97,11 @@ class _Views:
     input_ids: _View
     positions: _View
     seq_lens: _View
-    slots: tuple[_View, ...]
+    slots: tuple[Any, ...]
     slot_tensors: tuple[torch.Tensor, ...]
-    block_tables: dict[tuple[int, int], _View]
+    gathered: list[_View | None]
+    widths: list[int]
+    block_tables: tuple[torch.Tensor, ...]
 
 
 class InputBuilder:
@@ -116,15 +125,21 @@ class InputBuilder:
         self.tables: Tables = (
             DeviceMirror(state, self._device) if backend.uses_mirror else HostTables(state)
         )
-        rows, groups = state.max_num_seqs, state.block_tables
-        self._groups = range(groups.num_groups)
-        self._views: _Views | None = None  # of the latest step that was not padded
+        rows = state.max_num_seqs
+        self._sizes = state.block_tables.sizes
+        # Of the latest step: its views, unless it was padded, and its seq_lens, which are what the next step has
+        # computed.
+        self._views: _Views | None = None
+        self._last_seq_lens: np.ndarray | None = None
         self._input_ids = self._buffer(max_num_batched_tokens)
         self._positions = self._buffer(max_num_batched_tokens, dtype=torch.int64)
         self._seq_lens = self._buffer(rows)
-        self._block_tables = [self._buffer(rows, width) for width in groups.max_blocks]
+        self._block_tables = [
+            self._buffer(len(same.groups), rows, same.max_blocks) for same in self._sizes
+        ]
         self._slots = [
-            self._buffer(max_num_batched_tokens, dtype=torch.int64) for _ in groups.max_blocks
+            self._buffer(len(same.groups), max_num_batched_tokens, dtype=torch.int64)
+            for same in self._sizes
         ]
 
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> _Buffer:
@@ -143,12 +158,15 @@ class InputBuilder:
         views = self._views
         if views is None or views.batch is not batch or pad_to is not None:
             views = self._views_of(batch, *(pad_to or (batch.num_reqs, batch.num_tokens)))
-            self._views = (
-                views if pad_to is None else None
-            )  # steady steps share them, as they share the batch
+            # steady steps share them, as they share the batch
+            self._views = views if pad_to is None else None
+        elif plan.num_computed_tokens is not self._last_seq_lens:
+            views.gathered = [None] * len(self._sizes)  # a step in between was not built
+        self._last_seq_lens = plan.seq_lens
         sent = self.tables.upload(*views.step_arrays)
         tensors = views.step_tensors if sent[0] is views.step_arrays[0] else sent
-        input_block_tables = self._run_kernels(plan, views, *sent[:2])
+        self._choose_widths(plan, views)
+        self._run_kernels(plan, views, *sent[:2])
         return InputBatch(
             num_reqs=batch.num_reqs,
             num_tokens=batch.num_tokens,
@@ -159,7 +177,7 @@ class InputBuilder:
             positions=views.positions.tensor,
             query_start_loc=tensors[1],
             seq_lens=views.seq_lens.tensor,
-            input_block_tables=input_block_tables,
+            input_block_tables=views.block_tables,
             slot_mappings=views.slot_tensors,
             logits_indices=tensors[3],
             sample_batch_indices=tensors[2],
@@ -177,7 +195,7 @@ class InputBuilder:
             logits_indices = starts[sampling + 1] - np.int64(1)
         padded_starts = np.pad(starts, (0, padded_reqs - num_reqs), mode="edge")
         step_arrays = (batch.index_mapping, padded_starts, sampling, logits_indices)
-        slots = tuple(buffer.first(padded_tokens) for buffer in self._slots)
+        slots = [buffer.first(padded_tokens) for buffer in self._slots]
         return _Views(
             batch=batch,
             padded_reqs=padded_reqs,
@@ -187,23 +205,33 @@ class InputBuilder:
             input_ids=self._input_ids.first(padded_tokens),
             positions=self._positions.first(padded_tokens),
             seq_lens=self._seq_lens.first(padded_reqs),
-            slots=slots,
-            slot_tensors=tuple(view.tensor for view in slots),
-            block_tables={},
+            slots=tuple(view.kernel for view in slots),
+            slot_tensors=self._by_group(view.tensor for view in slots),
+            gathered=[None] * len(self._sizes),
+            widths=[],
+            block_tables=(),
         )
+
+    def _choose_widths(self, plan: StepPlan, views: _Views) -> None:
+        """Show of each block table as many columns as the longest sequence has blocks."""
+        widths = [max(1, blocks_needed(plan.max_seq_len, same.block_size)) for same in self._sizes]
+        if widths != views.widths:
+            views.widths = widths
+            views.block_tables = self._by_group(
+                buffer.first(views.padded_reqs, width).tensor
+                for buffer, width in zip(self._block_tables, widths, strict=True)
+            )
 
     def _run_kernels(
         self, plan: StepPlan, views: _Views, index_mapping: Any, query_start_loc: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """Fill the buffers, one launch for the tokens and two a KV group; none if there is nothing to fill.
+    ) -> None:
+        """Fill the buffers, one launch for the tokens and two a block size; none if there is nothing to fill.
 
-        Returns: the block tables of each group.
+        A batch that goes on leaves its rows where they are, and `slot_mapping` adds the blocks that this step begins.
         """
-        out = [self._block_table_views(views, group, plan.max_seq_len) for group in self._groups]
-        result = tuple(view.tensor for view in out)
         positions = views.positions.kernel
         if not views.padded_reqs and not len(positions):
-            return result
+            return
         backend, tables = self._backend, self.tables
         query_start_loc = query_start_loc[: plan.num_reqs + 1]
         backend.token_inputs(
@@ -215,27 +243,37 @@ class InputBuilder:
             positions=positions,
             seq_lens=views.seq_lens.kernel,
         )
-        for group, table in enumerate(tables.block_table):
-            backend.block_table_gather(
-                index_mapping, table, tables.num_blocks[group], out=out[group].kernel
+        for size, same in enumerate(self._sizes):
+            table, width, gathered = (
+                tables.block_table[size],
+                views.widths[size],
+                views.gathered[size],
             )
+            if gathered is None or gathered.tensor.shape[2] < width:
+                columns = min(width + _SPARE_COLUMNS, same.max_blocks)
+                gathered = self._block_tables[size].first(views.padded_reqs, columns)
+                views.gathered[size] = gathered
+                backend.block_table_gather(
+                    index_mapping, table, tables.num_blocks[size], out=gathered.kernel
+                )
             backend.slot_mapping(
                 index_mapping,
                 query_start_loc,
                 positions,
                 table,
-                block_size=self._state.groups[group].block_size,
-                out=views.slots[group].kernel,
+                block_size=same.block_size,
+                out=views.slots[size],
+                gathered=gathered.kernel,
             )
-        return result
 
-    def _block_table_views(self, views: _Views, group: int, max_seq_len: int) -> _View:
-        width = max(1, blocks_needed(max_seq_len, self._state.groups[group].block_size))
-        view = views.block_tables.get((group, width))
-        if view is None:
-            view = self._block_tables[group].first(views.padded_reqs, width)
-            views.block_tables[group, width] = view
-        return view
+    def _by_group(self, of_sizes: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Take what is stacked by block size apart, into the order of the groups."""
+        parts = {
+            group: part
+            for same, stacked in zip(self._sizes, of_sizes, strict=True)
+            for group, part in zip(same.groups, stacked, strict=True)
+        }
+        return tuple(parts[group] for group in sorted(parts))
 
     def _check_sizes(
         self, num_reqs: int, num_tokens: int, padded_reqs: int, padded_tokens: int

@@ -19,12 +19,11 @@ def assert_mirrors(mirror: DeviceMirror, state: WorkerState) -> None:
             mirror.token_ids[row, :length], state.requests.token_ids[row, :length]
         )
         assert mirror.num_computed_tokens[row] == state.requests.num_computed_tokens[row]
-        for group in range(state.block_tables.num_groups):
-            held = state.block_tables.num_blocks[group][row]
-            assert mirror.num_blocks[group][row] == held
+        for size, same in enumerate(state.block_tables.sizes):
+            held = same.num_blocks[row]
+            assert mirror.num_blocks[size][row] == held
             assert np.array_equal(
-                mirror.block_table[group][row, :held],
-                state.block_tables.table[group][row, :held],
+                mirror.block_table[size][:, row, :held], same.table[:, row, :held]
             )
 
 
@@ -58,7 +57,7 @@ def test_a_steady_step_sends_two_cells_a_row_and_two_a_grown_block():
 
 def test_the_mirror_follows_any_churn():
     """Rows that end, come back and change hands between two uploads."""
-    toy, state = ToyScheduler(3, 16, 4), make_state(16, 4)
+    toy, state = ToyScheduler(3, 16, 4, 16), make_state(16, 4, 16)
     mirror = DeviceMirror(state, "cpu")
     for number in range(200):
         state.commit(state.apply(toy.next_step()), toy.settle())

@@ -200,8 +200,8 @@ def assert_batch_is(batch: InputBatch, toy: ToyScheduler) -> None:
 
 def test_random_churn_gives_what_plain_lists_give(kernel_backend: str):
     """W-08: any sequence of admissions, chunks, pauses and frees; every array against a second implementation."""
-    toy = ToyScheduler(7, 16, 4, 8)
-    state = make_state(16, 4, 8)
+    toy = ToyScheduler(7, 16, 4, 8, 4)
+    state = make_state(16, 4, 8, 4)
     builder = make_builder(state, kernel_backend, max_num_batched_tokens=8 * 64)
     for _ in range(300 if kernel_backend == "cpu" else 40):
         plan = state.apply(toy.next_step())
@@ -221,3 +221,58 @@ def test_a_step_larger_than_the_buffers_is_refused():
             builder.build(plan, pad_to=pad_to)
     with pytest.raises(ValueError, match="9 requests"):
         builder.build(plan, pad_to=(9, 8))
+
+
+def test_a_batch_that_goes_on_has_the_blocks_it_took_since_it_was_gathered(kernel_backend: str):
+    """30 decode steps of three rows, four groups of two block sizes; a padded step and one that is not built between.
+
+    Gathering every row of every group again in each step was most of what building a step's inputs cost.
+    """
+    sizes = (1, 4, 1, 4)
+    lengths = {1: 3, 4: 9, 6: 20}
+    state = make_state(*sizes, num_blocks=400)
+    chosen = select_backend(kernel_backend, "cpu")
+    gathered: list[int] = []
+
+    def gather(*args: object, **kwargs: object) -> None:
+        gathered.append(number)
+        chosen.block_table_gather(*args, **kwargs)
+
+    builder = InputBuilder(
+        state,
+        dataclasses.replace(chosen, block_table_gather=gather),
+        max_num_batched_tokens=64,
+        device="cpu",
+    )
+    blocks = iter(range(1, 400))
+
+    def take(count: int) -> list[list[int]]:
+        return [[next(blocks) for _ in range(-(-count // size))] for size in sizes]
+
+    first = step(
+        *(request(row, range(n), *take(n), cached=n - 1) for row, n in lengths.items()),
+        grow=[[]] * 4,
+    )
+    for number in range(30):
+        grown = [
+            [next(blocks) for n in lengths.values() if (n + number) % size == 1 % size]
+            for size in sizes
+        ]
+        plan = state.apply(step(grow=grown) if number else first)
+        if number != 14:
+            batch = builder.build(plan, pad_to=(5, 7) if number == 10 else None)
+            for group, size in enumerate(sizes):
+                table = batch.input_block_tables[group].tolist()
+                assert len(table[0]) == -(-(20 + number) // size)
+                for batch_index, (row, n) in enumerate(lengths.items()):
+                    position = n + number - 1
+                    held = state.block_tables.table[group][row, : position // size + 1].tolist()
+                    assert len(set(held) - {0}) == len(held)
+                    assert table[batch_index] == held + [0] * (len(table[0]) - len(held))
+                    slot = held[-1] * size + position % size
+                    assert batch.slot_mappings[group][batch_index] == slot
+                assert table[3:] == ([[0] * len(table[0])] * 2 if number == 10 else [])
+        state.commit(plan, i32(5, 5, 5))
+    # once a block size; before and after the padded step, and after the one that was not built; at block size 1 when
+    # the longest row has taken 8 blocks more
+    assert gathered == [0, 0, 9, 10, 10, 11, 11, 15, 15, 24]

@@ -96,12 +96,11 @@ class ToyScheduler:
         length = self.random.choice((1, 2, self.random.randint(1, self.max_model_len)))
         tokens = [self.random.randrange(self.vocab_size) for _ in range(length)]
         cached = self.random.randrange(length) if self.random.random() < 0.3 else 0
-        blocks = [
-            self._blocks(
-                -(-cached // size) + (self.random.random() < 0.2 and cached < length - size)
-            )
-            for size in self.block_sizes
-        ]
+        counts = {
+            size: -(-cached // size) + (self.random.random() < 0.2 and cached < length - size)
+            for size in dict.fromkeys(self.block_sizes)  # groups of one size hold equally many
+        }
+        blocks = [self._blocks(counts[size]) for size in self.block_sizes]
         self._names += 1
         prompt = self.random.randint(1, length)
         seed = self.random.randrange(2**63)
