@@ -35,10 +35,10 @@ def sentencepiece_bpe(metadata: Metadata, vocab: dict[str, int]) -> Tokenizer:
     tokens = list(vocab)
     kinds = _per_token(metadata, "token_type", len(tokens))
     scores = _per_token(metadata, "scores", len(tokens))
-    missing = [name for name in map("<0x{:02X}>".format, range(256)) if name not in vocab]
-    if missing or kinds.count(BYTE) != 256:
+    bytes_named = [token for token, kind in zip(tokens, kinds, strict=True) if kind == BYTE]
+    if sorted(bytes_named) != [f"<0x{byte:02X}>" for byte in range(256)]:
         raise ValueError(
-            f"{metadata.path} has {kinds.count(BYTE)} byte tokens, expected 256 from <0x00> to <0xFF>; "
+            f"{metadata.path} has {len(bytes_named)} byte tokens, expected 256 from <0x00> to <0xFF>; "
             "text outside its vocabulary would be lost: give the model's Hugging Face folder instead"
         )
     unknown_id = metadata.token_id("unknown_token_id", len(tokens))
@@ -102,9 +102,13 @@ def _refuse_other_text_rules(metadata: Metadata) -> None:
 
 def _per_token(metadata: Metadata, key: str, num_tokens: int) -> list[Any]:
     values = metadata.require(f"tokenizer.ggml.{key}")
-    if len(values) != num_tokens:
+    if (
+        not isinstance(values, list)
+        or len(values) != num_tokens
+        or not all(isinstance(value, int | float) for value in values)
+    ):
         raise ValueError(
-            f"{metadata.path} has {len(values)} values in tokenizer.ggml.{key} for {num_tokens} tokens; "
+            f"{metadata.path} has no list of {num_tokens} numbers in tokenizer.ggml.{key}, one for each token; "
             "its tokenizer is damaged"
         )
     return values

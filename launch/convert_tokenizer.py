@@ -41,7 +41,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
 
     Raises: ValueError for a tokenizer of another kind than these two, or whose treatment of text is unknown.
     """
-    tokens = metadata.require("tokenizer.ggml.tokens")
+    tokens = metadata.tokens
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ValueError(
@@ -76,7 +76,7 @@ def eos_token_ids(metadata: Metadata) -> list[int]:
     A chat model's EOS is its end of turn (`<|im_end|>`); it also must stop at its end of text, which the metadata has
     no field for, so the well-known names among the control tokens are added.
     """
-    tokens = metadata.require("tokenizer.ggml.tokens")
+    tokens = metadata.tokens
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     ids = [
         metadata.token_id(key, len(tokens))
@@ -93,7 +93,7 @@ def _tokenizer(metadata: Metadata, vocab: dict[str, int]) -> Tokenizer:
     from tokenizers import processors
 
     kinds = {"gpt2": _byte_level_bpe, "llama": sentencepiece_bpe}
-    kind = metadata.require("tokenizer.ggml.model")
+    kind = str(metadata.require("tokenizer.ggml.model"))
     if kind not in kinds:
         raise ValueError(
             f"{metadata.path} has a tokenizer of kind {kind!r}; the conversion supports byte-level BPE ('gpt2') and "

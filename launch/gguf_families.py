@@ -126,7 +126,7 @@ def _decoder_config(metadata: Metadata) -> dict[str, Any]:
             "it may be one part of a split file: give the merged one"
         )
     return {
-        "vocab_size": len(metadata.require("tokenizer.ggml.tokens")),
+        "vocab_size": len(metadata.tokens),
         "hidden_size": hidden_size,
         "intermediate_size": metadata.own_count("feed_forward_length"),
         "num_hidden_layers": num_layers,

@@ -60,6 +60,8 @@ class Metadata:
         """A float32 as the shortest decimal that is the same: the file's 9.999999747378752e-06 is the model's 1e-05."""
         full_key = f"{self.architecture}.{key}"
         value = self.require(full_key) if default is None else self.get(full_key, default)
+        if not isinstance(value, int | float):
+            raise ValueError(f"{self.path} has {full_key} = {value!r:.80}, expected one number")
         return float(str(np.float32(value)))
 
     def refuse_own(self, features: dict[str, str]) -> None:
@@ -75,11 +77,19 @@ class Metadata:
                     "support; give the model's Hugging Face folder instead"
                 )
 
+    @property
+    def tokens(self) -> list[str]:
+        """The vocabulary, in order of ids."""
+        tokens = self.require("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+            raise ValueError(f"{self.path} has a vocabulary that is no list of strings")
+        return tokens
+
     def token_id(self, role: str, num_tokens: int) -> int | None:
         """The id of `tokenizer.ggml.<role>`, checked to be one of the vocabulary's."""
         token_id = self.get(f"tokenizer.ggml.{role}")
-        if token_id is not None and not 0 <= token_id < num_tokens:
+        if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < num_tokens):
             raise ValueError(
-                f"{self.path} has {role} {token_id}; its vocabulary is [0, {num_tokens})"
+                f"{self.path} has {role} {token_id!r}; its vocabulary is [0, {num_tokens})"
             )
         return token_id

@@ -184,10 +184,17 @@ def test_values_are_the_files_norms_less_one(tmp_path: Path) -> None:
         ({"tokenizer.ggml.add_space_prefix": None}, "puts a space before each text"),
         ({"tokenizer.ggml.remove_extra_whitespaces": True}, "removes spaces from the text"),
         ({"tokenizer.ggml.precompiled_charsmap": [1, 2]}, "replaces characters of the text"),
-        ({"tokenizer.ggml.scores": [0.0, 1.0]}, "has 2 values in tokenizer.ggml.scores"),
+        (
+            {"tokenizer.ggml.scores": [0.0, 1.0]},
+            "no list of [0-9]+ numbers in tokenizer.ggml.scores",
+        ),
         ({"tokenizer.ggml.scores": None}, "no 'tokenizer.ggml.scores'"),
         ({"tokenizer.ggml.token_type": [1] * len(vocabulary()[0])}, "has 0 byte tokens"),
+        ({"tokenizer.ggml.scores": ["a"] * len(vocabulary()[0])}, "no list of [0-9]+ numbers"),
+        ({"tokenizer.ggml.tokens": [7] * len(vocabulary()[0])}, "no list of strings"),
+        ({"tokenizer.ggml.bos_token_id": "a"}, "bos_token_id 'a'"),
         ({"tokenizer.ggml.bos_token_id": None}, "names none"),
+        ({"gemma3.rope.freq_base": "a"}, r"gemma3\.rope\.freq_base = 'a', expected one number"),
         ({"tokenizer.ggml.unknown_token_id": 9999}, "unknown_token_id 9999"),
     ],
 )
