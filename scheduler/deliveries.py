@@ -15,6 +15,8 @@ NO_INT64 = np.empty(0, np.int64)
 NO_INT8 = np.empty(0, np.int8)
 
 Entry = tuple[int, int, int, FinishCode]  # front index, number, token, finish code
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # the same of many, by column
+NO_COLUMNS: Columns = (NO_INT32, NO_INT64, NO_INT32, NO_INT8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,29 @@ def join(parts: Sequence[Deliveries]) -> Deliveries:
         fronts.update(part.fronts)
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
     return Deliveries(fronts=fronts, **columns)
+
+
+def deliveries_of(
+    fronts: Mapping[int, Hashable],
+    entries: Sequence[Entry],
+    columns: Columns,
+    cached: Mapping[str, np.ndarray],
+) -> Deliveries:
+    """Put single entries before the columns of a step. cached: the three columns of that name, or nothing."""
+    front_index, numbers, tokens, finish_codes = columns
+    if entries:
+        front_index, numbers, tokens, finish_codes = (
+            np.concatenate((np.array(values, column.dtype), column))
+            for values, column in zip(zip(*entries, strict=True), columns, strict=True)
+        )
+    return Deliveries(
+        fronts=fronts,
+        front_index=front_index,
+        numbers=numbers,
+        tokens=tokens,
+        finish_codes=finish_codes,
+        **cached,
+    )
 
 
 class Outbox:

@@ -18,7 +18,6 @@ The rules of a step, each a named method:
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
@@ -26,19 +25,19 @@ import numpy as np
 from .agreement import StepPlan, TableDigest, plan_step
 from .budget import Share, share_budget
 from .config import SchedulerConfig
-from .deliveries import Deliveries, Entry, Outbox
+from .deliveries import NO_COLUMNS, Columns, Deliveries, Entry, Outbox, deliveries_of
 from .door import Door, QueueFull
 from .front_messages import FinishCode, Submit
 from .kv_groups import KVGroupSpec
-from .kv_memory import KVMemory, Offer
+from .kv_memory import KVMemory
 from .messages import Admissions, SchedulerOutput
 from .newcomers import admissions_of
 from .policy import Policy, make_policy
-from .publishing import Publisher
 from .records import Records, StepRecord, check_tokens
 from .registry import Registry
-from .request import Request, RequestStatus, RequestTable
+from .request import Request, RequestTable
 from .row_blocks import Growth
+from .seats import Seats
 from .stops import StopRules
 
 
@@ -70,20 +69,15 @@ class Scheduler:
         )
         self.waiting = make_policy(config.scheduling_policy) if policy is None else policy
         self.num_steps = 0
-        self.num_preemptions = 0
         self.num_tokens_computed = 0
         self.num_tokens_out = 0
-        self._publisher = Publisher(self.cache, self.blocks, self.table)
         self._door = Door(config, groups, self.pool.usable)
         self._stops = StopRules(config.vocab_size, config.eos_token_ids)
-        self._free_rows = list(range(config.max_num_seqs))  # a heap: the lowest row first
-        self._freed_rows: list[int] = []  # that the workers were not told of yet
         self._records = Records()
+        self._seats = Seats(self.table, self.waiting, self.memory, self._records)
         self._registry = Registry()
-        self._detached: dict[int, Request] = {}  # by generation: off its row with steps in flight
         self._outbox = Outbox()
         self._arrivals = 0
-        self._generations = 0
         self._turn = 0  # the row that is next when the budget serves rows in turn
 
     # ------------------------------------------------------------ requests come and go
@@ -99,6 +93,11 @@ class Scheduler:
         return len(self._records)
 
     @property
+    def num_preemptions(self) -> int:
+        """Count every time a running request gave way."""
+        return self._seats.num_preemptions
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._registry)
 
@@ -107,7 +106,7 @@ class Scheduler:
         """Count everything that is kept of requests, ended and unacknowledged ones too; 0 when all is over."""
         return (
             self._registry.num_entries
-            + len(self._detached)
+            + self._seats.num_detached
             + len(self._outbox)
             + self.waiting.num_remembered
             + self.memory.num_holders
@@ -146,8 +145,7 @@ class Scheduler:
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._registry.enter(request)
         self._stops.add(request.params)
-        self.waiting.enter(self.table, request)
-        self.waiting.add(request)
+        self._seats.queue(request)
         if len(request.tokens) > request.num_prompt_tokens:
             code = self._stops.finish_code(request, int(request.tokens[-1]), len(request.tokens))
             if code is not FinishCode.RUNNING:  # resubmitted with everything it was to get
@@ -187,46 +185,10 @@ class Scheduler:
         self._outbox.end(request, code)
 
     def _end(self, requests: Sequence[Request]) -> None:
-        """Take everything back from requests, whatever their state; tokens still in flight will be dropped."""
-        rows = []
+        self._seats.end(requests)
         for request in requests:
-            if request.status is RequestStatus.RUNNING:
-                rows.append(request.row)
-            elif request.status is RequestStatus.WAITING:
-                self.waiting.remove(request)
-            self.waiting.leave(self.table, request)
-            if self._detached.pop(request.generation, None) is not None:
-                self.memory.let_go(request)
-            request.status = RequestStatus.FINISHED
             self._stops.remove(request.params)
             self._registry.leave(request)
-        if rows:
-            self.memory.release(rows)
-            self._vacate(rows)
-
-    def _vacate(self, rows: list[int]) -> None:
-        self.table.vacate(rows)
-        self._freed_rows.extend(rows)
-        for row in rows:
-            heapq.heappush(self._free_rows, row)
-
-    def _detach(self, row: int, status: RequestStatus) -> Request:
-        """Take a row back before the steps that ran it have settled; their tokens still belong to its request.
-
-        A request that is ENDING keeps its blocks until then, so that they can be published.
-        """
-        request = self.table.occupant(row)
-        request.num_in_flight = self._records.num_of(row, request.generation)
-        if request.num_in_flight:
-            self._detached[request.generation] = request
-        if status is RequestStatus.ENDING and self.memory.caching:
-            self.memory.hold(row, request)
-        else:
-            self.memory.release([row])
-        self.table.save_tokens(row)
-        self._vacate([row])
-        request.status = status
-        return request
 
     # ------------------------------------------------------------ one step
 
@@ -241,8 +203,8 @@ class Scheduler:
         )
         budget = self.config.max_num_batched_tokens if token_budget is None else token_budget
         if self._records:
-            self._free_rows_that_end()
-        num_preemptions = self.num_preemptions
+            self._seats.free_rows_that_end()
+        num_preemptions = self._seats.num_preemptions
         while True:
             previous = self._records.previous_plan(self.table)
             share = share_budget(
@@ -255,20 +217,20 @@ class Scheduler:
             if self.pool.can_allocate(growth.num_blocks):
                 break
             if not self.memory.reclaim():
-                self._preempt(self.waiting.victim(self.table))
+                self._seats.preempt(self.waiting.victim(self.table))
         admissions = None
-        if share.left and self.num_preemptions == num_preemptions and len(self.waiting):
+        if share.left and self._seats.num_preemptions == num_preemptions and len(self.waiting):
             admissions, share = self._admit(share, growth)
             if admissions is not None:
                 plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows)
                 growth = self.blocks.growth(plan)
-        if not plan.num_reqs and not self._freed_rows:
+        if not plan.num_reqs and not self._seats.any_freed:
             return None
         if share.next_turn is not None:
             self._turn = share.next_turn
         grown_block_ids = self.memory.grow(growth)
         step = SchedulerOutput(
-            freed_rows=np.array(sorted(self._freed_rows), np.int32),
+            freed_rows=self._seats.take_freed(),
             admissions=admissions,
             run_rows=share.run_rows,
             run_counts=share.run_counts,
@@ -276,7 +238,6 @@ class Scheduler:
             grown_block_ids=grown_block_ids,
             digest=self.digests.begin(plan),
         )
-        self._freed_rows.clear()
         self._issue(plan)
         return step
 
@@ -285,31 +246,22 @@ class Scheduler:
         cap = self.config.long_prefill_token_threshold
         return cap if cap and len(self._registry) > 1 else self.config.max_model_len
 
-    def _free_rows_that_end(self) -> None:
-        """Take back rows whose token in flight is their last by length; that token is delivered when it comes."""
-        for row in np.flatnonzero(self.table.num_tokens >= self.table.end_len).tolist():
-            self._detach(row, RequestStatus.ENDING)
-
-    def _preempt(self, row: int) -> None:
-        """Take row and blocks from a running request and queue it again with the tokens it has."""
-        request = self._detach(row, RequestStatus.WAITING)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.add(request)
-
     def _admit(self, share: Share, growth: Growth) -> tuple[Admissions | None, Share]:
         """Admit from the head of the queue while rows, budget and blocks for the whole prompt last."""
         left, admitted, hits, long_rows, long_counts = share.left, [], [], [], []
         num_free = self.pool.num_free - growth.num_blocks - self.memory.promised(self.table, growth)
-        while left and self._free_rows:
+        while left and self._seats.any_free:
             request = self.waiting.head()
             if request is None or request.num_in_flight:
                 break
             offer = self.memory.offer(request)
             if offer.num_blocks > num_free:
                 break
-            self._seat(request, offer)
-            uncomputed = len(request.tokens) - offer.hit.num_tokens
+            self._seats.seat(request, offer)
+            num_cached = offer.hit.num_tokens
+            if num_cached and not request.num_preemptions:
+                self._outbox.found(request, min(num_cached, request.num_prompt_tokens))
+            uncomputed = len(request.tokens) - num_cached
             count = min(left, self._cap(), uncomputed)
             if uncomputed > 1:
                 long_rows.append(request.row)
@@ -326,24 +278,6 @@ class Scheduler:
             paused_rows=share.paused_rows,
             left=left,
         )
-
-    def _seat(self, request: Request, offer: Offer) -> None:
-        """Take a request out of the queue and give it a row, with what the cache has of it."""
-        num_cached = offer.hit.num_tokens
-        self.waiting.remove(request)
-        self.waiting.admitted(request, num_cached)
-        first = request.generation == 0
-        self._generations += 1
-        request.generation = self._generations
-        request.row = heapq.heappop(self._free_rows)
-        request.status = RequestStatus.RUNNING
-        self.table.occupy(request.row, request, num_cached)
-        self.memory.seat(request.row, offer)
-        if self.memory.caching:
-            self._publisher.seat(request.row, request)
-            self.cache.record(len(request.tokens), num_cached, resumed=not first)
-        if first and num_cached:
-            self._outbox.found(request, min(num_cached, request.num_prompt_tokens))
 
     def _issue(self, plan: StepPlan) -> None:
         """Count the step as done by the tables, and remember it until its tokens are back."""
@@ -374,7 +308,7 @@ class Scheduler:
         if held is not None:
             rows, starts, ends = rows[held], starts[held], ends[held]
         if self.memory.caching:
-            self._publisher.publish_rows(rows, starts, ends)
+            self._seats.publisher.publish_rows(rows, starts, ends)
         version = self.table.version
         columns = self._append(record, held, tokens)
         if self.blocks.windows:
@@ -383,20 +317,14 @@ class Scheduler:
                 rows, ends = rows[running], ends[running]
             self.memory.return_unseen(rows, ends)
         late = [] if held is None else self._settle_late(tokens, record, np.flatnonzero(~held))
-        return self._deliveries(columns, late, cached)
+        return self._deliver(columns, late, cached)
 
     def drain(self) -> Deliveries:
         """Take the ends that no step brings: aborts, and requests that came complete."""
-        empty = np.empty(0, np.int32)
-        return self._deliveries((empty, empty.astype(np.int64), empty, empty.astype(np.int8)), [])
+        return self._deliver(NO_COLUMNS, [], {})
 
-    def _append(
-        self, record: StepRecord, held: np.ndarray | None, tokens: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
-        """Append a token to each row that sampled and is held still, and end those that it ends.
-
-        Returns: the four delivery columns.
-        """
+    def _append(self, record: StepRecord, held: np.ndarray | None, tokens: np.ndarray) -> Columns:
+        """Append a token to each row that sampled and is held still, and end those that it ends."""
         table, batch, of_batch = self.table, record.plan.batch, record.columns
         rows, places = batch.rows, record.plan.seq_lens  # whoever samples has computed all it had
         front_index, numbers = of_batch.front_index, of_batch.numbers
@@ -428,19 +356,13 @@ class Scheduler:
         entries = []
         plan = record.plan
         for batch_index in batch_indices.tolist():
-            request = self._detached.get(int(record.columns.generations[batch_index]))
+            request = self._seats.settle_late(
+                int(record.columns.generations[batch_index]),
+                int(plan.num_computed_tokens[batch_index]),
+                int(plan.seq_lens[batch_index]),
+            )
             if request is None:
                 continue
-            if request.held_blocks:
-                start, end = (
-                    int(plan.num_computed_tokens[batch_index]),
-                    int(plan.seq_lens[batch_index]),
-                )
-                self._publisher.publish_held(request, start, end)
-            request.num_in_flight -= 1
-            if not request.num_in_flight:
-                del self._detached[request.generation]
-                self.memory.let_go(request)
             if not plan.samples[batch_index]:
                 continue
             token = int(tokens[batch_index])
@@ -451,28 +373,12 @@ class Scheduler:
             entries.append((request.front_index, request.number, token, code))
         return entries
 
-    def _deliveries(
-        self,
-        columns: tuple[np.ndarray, ...],
-        late: Sequence[Entry],
-        cached: dict[str, np.ndarray] | None = None,
+    def _deliver(
+        self, columns: Columns, late: Sequence[Entry], cached: dict[str, np.ndarray]
     ) -> Deliveries:
         self.num_tokens_out += len(columns[0]) + len(late)
-        extra = [*self._outbox.take_ends(), *late]
-        if extra:
-            columns = tuple(
-                np.concatenate((np.array(values, column.dtype), column))
-                for values, column in zip(zip(*extra, strict=True), columns, strict=True)
-            )
-        front_index, numbers, tokens, finish_codes = columns
-        return Deliveries(
-            fronts=dict(self._registry.fronts),
-            front_index=front_index,
-            numbers=numbers,
-            tokens=tokens,
-            finish_codes=finish_codes,
-            **(cached or {}),
-        )
+        entries = [*self._outbox.take_ends(), *late]
+        return deliveries_of(dict(self._registry.fronts), entries, columns, cached)
 
     # ------------------------------------------------------------ the prefix cache
 
@@ -484,7 +390,7 @@ class Scheduler:
         """
         if preempt_running:
             for row in np.flatnonzero(self.table.live).tolist():
-                self._preempt(row)
+                self._seats.preempt(row)
             while self.memory.reclaim():
                 pass
         return self.cache.reset()
