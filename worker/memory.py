@@ -56,14 +56,16 @@ def activation_bytes(config: WorkerConfig, model: ModelConfig, shard: Shard, ite
     """An upper bound on what a step holds beside weights and cache, from the sizes of its tensors.
 
     The widest moment of a layer: the residual, a normalized copy in float32 and its square; and either qkv, its rotated
-    copy and the attended heads, or gate, up and their product; and the partial sums of every rank. Later, logits of
-    every row with float32 copies and int64 keys.
+    copy and the attended heads (before that, the same three of q and k, where heads are normalized), or gate, up and
+    their product; and the partial sums of every rank. Later, logits of every row with float32 copies and int64 keys.
     """
     heads = shard.heads
-    attention = (3 * len(heads.q_heads) + 5 * len(heads.kv_heads)) * model.head_dim
-    a_token = (
-        model.hidden_size * (2 * itemsize + 3 * 4 + (1 + config.world_size) * itemsize)
-        + max(attention, 4 * len(shard.mlp_columns)) * itemsize
+    num_q, num_kv = len(heads.q_heads), len(heads.kv_heads)
+    attention = (3 * num_q + 5 * num_kv) * model.head_dim * itemsize
+    if model.head_norms:
+        attention += (num_q + num_kv) * model.head_dim * (3 * 4 + itemsize)
+    a_token = model.hidden_size * (2 * itemsize + 3 * 4 + (1 + config.world_size) * itemsize) + max(
+        attention, 4 * len(shard.mlp_columns) * itemsize
     )
     a_row = len(shard.vocab_rows) * (itemsize + 3 * 4 + 3 * 8)
     return config.max_num_batched_tokens * a_token + config.max_num_seqs * a_row

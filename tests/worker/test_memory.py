@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rowcast.tests.worker.test_sharding import SMOLLM2
@@ -60,3 +62,14 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken(device, where):
     """Linux hands out what it does not have and kills the process later, without a word."""
     with pytest.raises(ValueError, match=rf"kv_cache_memory asks for {1024 * GIB} bytes, {where}"):
         kv_bytes(device, kv_cache_memory=1024 * GIB)
+
+
+def test_normalized_heads_count_while_they_are_wide():
+    """q and k once more in the model's dtype and three times in float32, for each of a step's tokens."""
+    normed = replace(SMOLLM2, head_norms=True, intermediate_size=8)
+    plain = replace(normed, head_norms=False)
+    more = (9 + 3) * 64 * (3 * 4 + 2)
+    step = config(max_num_batched_tokens=100)
+    shard = shard_of_rank(normed, 0, 1)
+    difference = activation_bytes(step, normed, shard, 2) - activation_bytes(step, plain, shard, 2)
+    assert difference == 100 * more
