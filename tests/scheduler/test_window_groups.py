@@ -180,8 +180,8 @@ def test_full_and_window_groups_under_pressure(policy):
     )  # fmt: skip
     for number in range(30):
         prompt = [(7 * place) % 101 for place in range(3 + number * 5 % 23)]
-        options = {"priority": number % 3, "user": "abc"[number % 3]}
-        bench.add(prompt, max_tokens=1 + number * 3 % 17, submit=options)
+        options = {"priority": {"priority": number % 3}, "fair": {"user": "abc"[number % 3]}}
+        bench.add(prompt, max_tokens=1 + number * 3 % 17, submit=options.get(policy, {}))
     bench.run()
     assert bench.scheduler.num_preemptions > 0
     assert len(bench.cached) > 5
