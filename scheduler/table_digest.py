@@ -65,6 +65,8 @@ class TableDigest:
 
     What it cannot tell: with two ranks, whether rank 0 reported (and stored) a token that it did not sample. The
     scheduler knows rank 0's word alone, so rank 1 is the one that differs then. With three and more, all others differ.
+    And a block id that went wrong and left its window again before its row had its turn is never seen: the scheduler
+    has let go of it by then.
 
     columns, token_ids, num_blocks and block_ids are referred to, never copied: they must stay the same arrays.
     Shapes, int32: token_ids [max_num_seqs, max_model_len]; num_blocks by group [max_num_seqs]; block_ids by group

@@ -177,7 +177,7 @@ class ModelRunner:
                 hidden = decoder.forward(batch, cache, self._backend)
                 if len(batch.logits_indices):
                     logits = decoder.logits(hidden, batch.logits_indices)
-                    sampled = sampler.sample(logits, _sampling_rows(state, plan), digest=digest)
+                    sampled = sampler.sample(logits, sampling_rows(state, plan), digest=digest)
                     tokens[plan.samples] = sampled.tokens
                     digests_of_ranks = sampled.digests
         state.commit(plan, tokens)
@@ -189,7 +189,8 @@ class ModelRunner:
         self._parallel.close()
 
 
-def _sampling_rows(state: WorkerState, plan: StepPlan) -> SamplingRows:
+def sampling_rows(state: WorkerState, plan: StepPlan) -> SamplingRows:
+    """What is asked of each row that samples in this step, in batch order."""
     rows = plan.index_mapping[plan.samples]
     requests = state.requests
     return SamplingRows(
