@@ -97,6 +97,10 @@ def _with_arrays(twin: Launcher) -> Launcher:
     """Let a Numba twin take torch tensors: it sees their memory, nothing is copied."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], np.ndarray):
+            # then so are the others: asking each would cost as much as a small kernel
+            twin(*args, **kwargs)
+            return
         twin(*map(_array, args), **{name: _array(value) for name, value in kwargs.items()})
 
     launch.__name__ = twin.__name__
