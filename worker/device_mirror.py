@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from . import table_changes
-from .block_tables import SameSize
 from .state import WorkerState
 from .table_changes import TableChanges
 
@@ -66,19 +65,15 @@ class DeviceMirror:
             table_changes.TOKEN_IDS: requests.token_ids,
             table_changes.NUM_COMPUTED_TOKENS: requests.num_computed_tokens,
         }
-        for same in block_tables.sizes:
-            for (
-                group
-            ) in same.groups:  # behind each other, so that they are one array on the device too
-                self._arrays[table_changes.block_table(group)] = block_tables.table[group]
-        for group in range(block_tables.num_groups):
-            self._arrays[table_changes.num_blocks(group)] = block_tables.num_blocks[group]
+        for size, same in enumerate(block_tables.sizes):
+            self._arrays[table_changes.block_table(size)] = same.table
+            self._arrays[table_changes.num_blocks(size)] = same.num_blocks
         self._first: dict[tuple[str, int], int] = {}  # where an array begins in the flat tensor
-        size = 0
+        num_cells = 0
         for name, array in self._arrays.items():
-            self._first[name] = size
-            size += -(-array.size // (_ALIGN // 4)) * (_ALIGN // 4)
-        self._flat = torch.zeros(size, dtype=torch.int32, device=device)
+            self._first[name] = num_cells
+            num_cells += -(-array.size // (_ALIGN // 4)) * (_ALIGN // 4)
+        self._flat = torch.zeros(num_cells, dtype=torch.int32, device=device)
         views = {
             name: self._flat[first : first + array.size].view(array.shape)
             for (name, first), array in zip(self._first.items(), self._arrays.values(), strict=True)
@@ -87,19 +82,11 @@ class DeviceMirror:
             views[name].copy_(torch.from_numpy(array))
         self.token_ids = views[table_changes.TOKEN_IDS]
         self.num_computed_tokens = views[table_changes.NUM_COMPUTED_TOKENS]
-        self.block_table = tuple(map(self._stack, block_tables.sizes))
-        self.num_blocks = tuple(
-            views[table_changes.num_blocks(same.groups[0])] for same in block_tables.sizes
-        )
+        sizes = range(len(block_tables.sizes))
+        self.block_table = tuple(views[table_changes.block_table(size)] for size in sizes)
+        self.num_blocks = tuple(views[table_changes.num_blocks(size)] for size in sizes)
         self._staging = _Staging(self._flat.device)
         self.cells_sent = 0  # by the latest upload
-
-    def _stack(self, same: SameSize) -> torch.Tensor:
-        """The tables of the groups of one block size as one tensor, with a gap of up to _ALIGN bytes between them."""
-        num_groups, rows, width = same.table.shape
-        stride = -(-rows * width // (_ALIGN // 4)) * (_ALIGN // 4)
-        first = self._first[table_changes.block_table(same.groups[0])]
-        return self._flat.as_strided((num_groups, rows, width), (stride, width, 1), first)
 
     def upload(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Send the changed cells and `arrays` in one copy; see `Tables.upload`."""
@@ -119,9 +106,11 @@ class DeviceMirror:
         values: list[np.ndarray] = []
         for name, runs in self._changes.take().items():
             array, first = self._arrays[name], self._first[name]
-            width = array.shape[1] if array.ndim == 2 else 1
+            width = array.shape[-1] if array.ndim > 1 else 1
             for rows, columns in runs:
                 place = rows.astype(np.int64) * width + columns  # int64: many long rows pass 2**31
+                if array.ndim == 3:  # the same cell of every group of this block size
+                    place = (np.arange(len(array))[:, None] * array[0].size + place).reshape(-1)
                 offsets.append(place + first)
                 values.append(array.reshape(-1)[place])
         if not offsets:

@@ -215,8 +215,8 @@ class WorkerState:
         self.block_tables.remove(rows)
         if self.changes is not None:
             self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
-            for group in range(self.block_tables.num_groups):
-                self.changes.add(table_changes.num_blocks(group), rows)
+            for size in range(len(self.block_tables.sizes)):
+                self.changes.add(table_changes.num_blocks(size), rows)
 
     def _admit(self, admissions: Admissions) -> None:
         rows = admissions.rows
@@ -225,12 +225,12 @@ class WorkerState:
             counts = admissions.num_blocks[same.groups[0]]
             block_ids = np.stack([admissions.block_ids[group] for group in same.groups])
             self.block_tables.replace(size, rows, counts, block_ids)
+            if self.changes is not None:
+                self.changes.add(table_changes.block_table(size), *ragged_cells(rows, counts))
+                self.changes.add(table_changes.num_blocks(size), rows)
         if self.changes is not None:
             self.changes.add(table_changes.TOKEN_IDS, *ragged_cells(rows, admissions.num_tokens))
             self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
-            for group, counts in enumerate(admissions.num_blocks):
-                self.changes.add(table_changes.block_table(group), *ragged_cells(rows, counts))
-                self.changes.add(table_changes.num_blocks(group), rows)
 
     def _grow(
         self, size: int, rows: np.ndarray, counts: np.ndarray, grown: Sequence[np.ndarray]
@@ -241,6 +241,5 @@ class WorkerState:
         )
         cells = self.block_tables.append(size, rows, counts, block_ids)
         if self.changes is not None:
-            for group in groups:
-                self.changes.add(table_changes.block_table(group), *cells)
-                self.changes.add(table_changes.num_blocks(group), rows)
+            self.changes.add(table_changes.block_table(size), *cells)
+            self.changes.add(table_changes.num_blocks(size), rows)

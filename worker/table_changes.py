@@ -12,12 +12,13 @@ TOKEN_IDS = ("token_ids", 0)
 NUM_COMPUTED_TOKENS = ("num_computed_tokens", 0)
 
 
-def block_table(group: int) -> tuple[str, int]:
-    return ("block_table", group)
+def block_table(size: int) -> tuple[str, int]:
+    """The tables of `BlockTables.sizes[size]`: a cell of them is that of each group."""
+    return ("block_table", size)
 
 
-def num_blocks(group: int) -> tuple[str, int]:
-    return ("num_blocks", group)
+def num_blocks(size: int) -> tuple[str, int]:
+    return ("num_blocks", size)
 
 
 class TableChanges:
