@@ -48,6 +48,11 @@ class KVMemory:
             self.groups, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len
         )
         self._max_in_flight = config.max_tokens_in_flight
+        self._saltless_root = self.cache.root(None)
+        alike: dict[tuple[AttentionKind, int, int], list[int]] = {}
+        for group, spec in enumerate(self.groups):
+            alike.setdefault((spec.kind, spec.window, spec.block_size), []).append(group)
+        self._alike = [(self.groups[groups[0]], groups) for groups in alike.values()]
         self._no_hit = Hit(num_tokens=0, block_ids=tuple(np.empty(0, np.int32) for _ in groups))
         self._holders: dict[int, Request] = {}  # by generation: without a row, but with blocks
 
@@ -58,7 +63,8 @@ class KVMemory:
         length, hit = len(request.tokens), self._no_hit
         if self.caching:
             if not request.chain_root:
-                request.chain_root = self.cache.root(request.cache_salt)
+                salt = request.cache_salt
+                request.chain_root = self.cache.root(salt) if salt else self._saltless_root
             self.cache.extend(request.hashes, request.chain_root, request.tokens)
             hit = self.cache.lookup(request.hashes, length)
         return Offer(hit=hit, num_blocks=self._blocks_to_take(length, hit))
@@ -70,24 +76,31 @@ class KVMemory:
         takes itself: new blocks and idle hits, and of them never more at once than a row can hold.
         """
         total = 0
-        for spec, ids in zip(self.groups, hit.block_ids, strict=True):
-            idle = np.count_nonzero((self.pool.ref_counts[ids] == 0) & (ids > 0)) if len(ids) else 0
-            own = blocks_needed(length, spec.block_size) - len(ids) + idle
-            total += min(own, most_blocks(spec, length, self._max_in_flight))
-        return int(total)
+        for spec, groups in self._alike:
+            own = blocks_needed(length, spec.block_size) - hit.num_tokens // spec.block_size
+            most = most_blocks(spec, length, self._max_in_flight)
+            if not hit.num_tokens:
+                total += min(own, most) * len(groups)
+                continue
+            for group in groups:
+                ids = hit.block_ids[group]
+                idle = np.count_nonzero((self.pool.ref_counts[ids] == 0) & (ids > 0))
+                total += min(own + int(idle), most)
+        return total
 
-    def promised(self, table: RequestTable, growth: Growth) -> int:
-        """Count the blocks that running, partly computed prompts still need once this step's growth is taken."""
+    def promised(self, table: RequestTable, run_rows: np.ndarray, run_counts: np.ndarray) -> int:
+        """Count the blocks that running, partly computed prompts still need once this step's are taken.
+
+        Shapes: run_rows, run_counts [n] int32: the prompts that run in this step, and their tokens.
+        """
         rows = np.flatnonzero(table.num_tokens - table.num_computed_tokens > 1)
         if not len(rows):
             return 0
-        lengths, total = table.num_tokens[rows], 0
-        for same, grown_rows, counts in zip(
-            self.blocks.sizes, growth.rows, growth.counts, strict=True
-        ):
-            grown = np.zeros_like(same.num_blocks)
-            grown[grown_rows] = counts
-            held = same.num_blocks[rows] + grown[rows]
+        computed = table.num_computed_tokens.copy()
+        computed[run_rows] += run_counts
+        lengths, computed, total = table.num_tokens[rows], computed[rows], 0
+        for same in self.blocks.sizes:
+            held = np.maximum(same.num_blocks[rows], blocks_needed(computed, same.block_size))
             missing = blocks_needed(lengths, same.block_size) - held
             for group in same.groups.tolist():
                 spec = self.groups[group]

@@ -43,12 +43,16 @@ class Publisher:
         rows, lasts = rows[filled], lasts[filled]
         counts = lasts - firsts[filled]
         next_ones = (counts == 1) & (lasts - self._num_hashes[rows] == 1)
-        if not next_ones.all():
-            self._publish_runs(rows[~next_ones], lasts[~next_ones], counts[~next_ones])
-            rows, lasts = rows[next_ones], lasts[next_ones]
-            if not len(rows):
-                return
-        hashes = self._hash_next(rows, lasts)
+        if next_ones.all():
+            hashes = self._hash_next(rows, lasts)
+        else:
+            runs = ~next_ones
+            hashes, run_lasts = self._hash_runs(rows[runs], lasts[runs], counts[runs])
+            run_rows, rows, lasts = rows[runs], rows[next_ones], lasts[next_ones]
+            if len(rows):
+                hashes += self._hash_next(rows, lasts)
+            rows = np.concatenate((np.repeat(run_rows, counts[runs]), rows))
+            lasts = np.concatenate((run_lasts, lasts))
         self._cache.publish(hashes, self._blocks.cells(rows, lasts * base))
 
     def _hash_next(self, rows: np.ndarray, lasts: np.ndarray) -> list[bytes]:
@@ -62,9 +66,11 @@ class Publisher:
         self._num_hashes[rows] = lasts
         return hashes
 
-    def _publish_runs(self, rows: np.ndarray, lasts: np.ndarray, counts: np.ndarray) -> None:
-        """Chunks of prompts: any number of blocks each, whose hashes mostly are there."""
-        base, names, ends = self._cache.base, [], []
+    def _hash_runs(
+        self, rows: np.ndarray, lasts: np.ndarray, counts: np.ndarray
+    ) -> tuple[list[bytes], np.ndarray]:
+        """Chunks of prompts: any number of blocks each, whose hashes mostly are there. With where each block ends."""
+        base, hashes = self._cache.base, []
         for row, last, count in zip(rows.tolist(), lasts.tolist(), counts.tolist(), strict=True):
             request = self._table.occupant(row)
             chain = request.hashes
@@ -73,10 +79,9 @@ class Publisher:
                 self._cache.extend(chain, request.chain_root, tokens)
                 self._tips[row] = chain[-1]
                 self._num_hashes[row] = last
-            names += chain[last - count : last]
-            ends.append(np.arange(last - count + 1, last + 1) * base)
-        cells = self._blocks.cells(np.repeat(rows, counts), np.concatenate(ends))
-        self._cache.publish(names, cells)
+            hashes += chain[last - count : last]
+        starts = np.cumsum(counts) - counts
+        return hashes, np.arange(1, len(hashes) + 1) + np.repeat(lasts - counts - starts, counts)
 
     def publish_held(self, request: Request, start: int, end: int) -> None:
         """The same for one request that holds its blocks without a row."""

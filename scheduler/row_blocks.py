@@ -109,6 +109,22 @@ class RowBlocks:
             num_returned=np.zeros(self.max_num_seqs, np.int32),
         )
 
+    def most_growth(self, num_rows: int, run_counts: np.ndarray) -> int:
+        """Bound the blocks that num_rows rows take in a step: one each, and what prompts' chunks fill beyond."""
+        num_prompt_tokens = int(run_counts.sum()) if len(run_counts) else 0
+        return sum(
+            (num_rows + num_prompt_tokens // same.block_size) * len(same.groups)
+            for same in self.sizes
+        )
+
+    def num_missing(self, seq_lens: np.ndarray) -> int:
+        """Count the blocks that rows lack to hold seq_lens [max_num_seqs] tokens."""
+        return sum(
+            int((blocks_needed(seq_lens, same.block_size) - same.num_blocks).clip(0).sum())
+            * len(same.groups)
+            for same in self.sizes
+        )
+
     def growth(self, plan: StepPlan) -> Growth:
         """Find the rows that need more blocks than they hold, as the workers will."""
         all_rows, all_counts, num_blocks = [], [], 0
@@ -214,14 +230,22 @@ class RowBlocks:
 
     def release(self, rows: Sequence[int]) -> np.ndarray:
         """Empty rows and name what they held, row by row, the block that ends deepest first whichever its group."""
-        ids = [deepest_first(self.row_tables(row), self.groups) for row in rows]
-        for same in self.sizes:
-            for row in rows:
-                same.block_ids[:, row, : same.num_blocks[row]] = 0
+        if len(self.sizes) == 1:
+            same = self.sizes[0]
+            width = int(same.num_blocks[rows].max())
+            held = same.block_ids[:, rows, :width]
+            ids = held[:, :, ::-1].transpose(1, 2, 0).ravel()
+            ids = ids[ids > 0]
+            same.block_ids[:, rows, :width] = 0
             same.num_blocks[rows] = 0
+        else:
+            ids = np.concatenate([deepest_first(self.row_tables(row), self.groups) for row in rows])
+            for same in self.sizes:
+                same.block_ids[:, rows] = 0
+                same.num_blocks[rows] = 0
         for same in self.windows:
             same.num_returned[rows] = 0
-        return ids[0] if len(ids) == 1 else np.concatenate(ids)
+        return ids
 
 
 def deepest_first(tables: Sequence[np.ndarray], groups: Sequence[KVGroupSpec]) -> np.ndarray:

@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from .agreement import StepPlan, TableDigest, plan_step
+from .agreement import StepPlan, TableDigest, plan_step, scheduled_tokens
 from .budget import Share, share_budget
 from .config import SchedulerConfig
 from .deliveries import NO_COLUMNS, Columns, Deliveries, Entry, Outbox, deliveries_of
@@ -36,7 +36,6 @@ from .policy import Policy, make_policy
 from .records import Records, StepRecord, check_tokens
 from .registry import Registry
 from .request import Request, RequestTable
-from .row_blocks import Growth
 from .seats import Seats
 from .stops import StopRules
 
@@ -210,20 +209,18 @@ class Scheduler:
             share = share_budget(
                 self.table, self.waiting, budget, self._turn, self._cap(), previous
             )
-            plan = plan_step(
-                self.table, share.run_rows, share.run_counts, share.paused_rows, previous
-            )
-            growth = self.blocks.growth(plan)
-            if self.pool.can_allocate(growth.num_blocks):
+            num_new_blocks = self._num_new_blocks(share)
+            if self.pool.can_allocate(num_new_blocks):
                 break
             if not self.memory.reclaim():
                 self._seats.preempt(self.waiting.victim(self.table))
         admissions = None
         if share.left and self._seats.num_preemptions == num_preemptions and len(self.waiting):
-            admissions, share = self._admit(share, growth)
+            admissions, share = self._admit(share, num_new_blocks)
             if admissions is not None:
-                plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows)
-                growth = self.blocks.growth(plan)
+                previous = None
+        plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows, previous)
+        growth = self.blocks.growth(plan)
         if not plan.num_reqs and not self._seats.any_freed:
             return None
         if share.next_turn is not None:
@@ -246,10 +243,22 @@ class Scheduler:
         cap = self.config.long_prefill_token_threshold
         return cap if cap and len(self._registry) > 1 else self.config.max_model_len
 
-    def _admit(self, share: Share, growth: Growth) -> tuple[Admissions | None, Share]:
-        """Admit from the head of the queue while rows, budget and blocks for the whole prompt last."""
+    def _num_new_blocks(self, share: Share) -> int:
+        """Count the blocks that running rows need in this step; 0 for so few that the pool has them in any case."""
+        table, most = self.table, self.blocks.most_growth(self.table.num_live, share.run_counts)
+        if most <= self.pool.num_free and not len(self.waiting):
+            return 0
+        scheduled = scheduled_tokens(table, share.run_rows, share.run_counts, share.paused_rows)
+        return self.blocks.num_missing(table.num_computed_tokens + scheduled)
+
+    def _admit(self, share: Share, num_new_blocks: int) -> tuple[Admissions | None, Share]:
+        """Admit from the head of the queue while rows, budget and blocks for the whole prompt last.
+
+        num_new_blocks: what running rows take of the pool in this step.
+        """
         left, admitted, hits, long_rows, long_counts = share.left, [], [], [], []
-        num_free = self.pool.num_free - growth.num_blocks - self.memory.promised(self.table, growth)
+        promised = self.memory.promised(self.table, share.run_rows, share.run_counts)
+        num_free = self.pool.num_free - num_new_blocks - promised
         while left and self._seats.any_free:
             request = self.waiting.head()
             if request is None or request.num_in_flight:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rowcast.scheduler.kv_memory import Offer
-from rowcast.scheduler.row_blocks import Growth
 from rowcast.tests.scheduler.fakes import Bench, group
 
 
@@ -59,12 +58,6 @@ def test_hits_that_others_hold_cost_nothing():
     bench.check_all_ended()
 
 
-def no_growth(bench: Bench) -> Growth:
-    sizes = bench.scheduler.blocks.sizes
-    empty = np.empty(0, np.int32)
-    return Growth(rows=[empty] * len(sizes), counts=[empty] * len(sizes), num_blocks=0)
-
-
 def test_what_is_promised_shrinks_with_every_chunk():
     """7 blocks of a full group, and of a window of 32 with 32 tokens in flight no more than 5 at once."""
     bench = bench_of(
@@ -72,10 +65,10 @@ def test_what_is_promised_shrinks_with_every_chunk():
     )
     scheduler = bench.scheduler
     bench.add(7 * 16, max_tokens=4)
-    promised, own = [], []
+    promised, own, nobody = [], [], np.empty(0, np.int32)
     for _ in range(4):
         bench.issue()
-        promised.append(scheduler.memory.promised(scheduler.table, no_growth(bench)))
+        promised.append(scheduler.memory.promised(scheduler.table, nobody, nobody))
         bench.settle()
         own.append(np.count_nonzero(scheduler.blocks.block_ids[1][0]))
     # settled 32, 64, 96, 112: the window needs blocks from 0, 2, 4, 5 on, and so keeps two each time
