@@ -227,6 +227,56 @@ def test_padded_requests_are_neither_read_nor_written(kernel, reference, paged_c
     assert error(got[:9], case.attend(reference("paged_attention"), window=6)[:9]) < 2e-6
 
 
+MIXED = [(1, 1328), (5, 18), (129, 463)]  # (query_len, seq_len)
+DECODE = [(1, 523), (1, 37), (1, 2011)]
+
+
+@pytest.mark.parametrize("window", [0, 64, 128, 256])
+@pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 2), (5, 1)])
+def test_the_twin_over_a_peer_s_grid(
+    reference, paged_case, window, lengths, num_heads, num_kv_heads
+):
+    """K-01's sequences, heads and windows, with the smaller head size for the mixed list."""
+    from rowcast.kernels.cpu.paged_attention import paged_attention
+
+    case = paged_case(
+        [seq_len for _, seq_len in lengths],
+        [query_len for query_len, _ in lengths],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128 if lengths is MIXED else 256,
+    )
+    if window:
+        case.give_back(window=window)
+    got = case.attend(
+        lambda *args, out, **numbers: paged_attention(
+            *(tensor.numpy() for tensor in args), out=out.numpy(), **numbers
+        ),
+        window=window,
+    )
+    assert error(got, case.attend(reference("paged_attention"), window=window)) < 2e-6
+
+
+@pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_bfloat16_over_a_peer_s_lists(reference, paged_case, lengths):
+    """K-01 at its own dtype and tolerance; the interpreter is too slow for the whole grid."""
+    from rowcast.kernels.paged_attention import paged_attention
+
+    case = paged_case(
+        [seq_len for _, seq_len in lengths],
+        [query_len for query_len, _ in lengths],
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=128,
+        dtype=torch.bfloat16,
+    )
+    case.give_back(window=128)
+    got = case.attend(paged_attention, window=128)
+    wanted = case.attend(reference("paged_attention"), window=128)
+    torch.testing.assert_close(got, wanted, atol=1.5e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_error_is_at_most_twice_torch_s_at_the_same_dtype(paged_case, dtype):
     from rowcast.kernels.paged_attention import paged_attention
