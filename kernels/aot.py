@@ -21,7 +21,7 @@ from triton.runtime import JITFunction
 
 from .block_table_gather import _block_table_gather_kernel
 from .kv_write import _kv_write_kernel
-from .paged_attention import _paged_attention_kernel, paged_attention_config
+from .paged_attention import LOG2_E, _paged_attention_kernel, paged_attention_config
 from .slot_mapping import _slot_mapping_kernel
 from .token_inputs import _token_inputs_kernel
 
@@ -48,6 +48,7 @@ def attention_configuration(
     block_size: int = 16,
     window: int = 0,
     chunk: int = 0,
+    softcap: float = 0.0,
 ) -> Configuration:
     """(name, kernel, signature, constants, options) of paged attention for one step's shape."""
     config = paged_attention_config(
@@ -65,6 +66,7 @@ def attention_configuration(
         "BLOCK_SIZE": block_size,
         "WINDOW": window,
         "CHUNK": chunk,
+        "CAP_LOG2": softcap * LOG2_E,
         "WIDE_DOT": False,
     }
     signature = {
@@ -83,11 +85,15 @@ def attention_configuration(
     name = f"paged_attention {step} {dtype} head_dim {head_dim} group {group} block {block_size}"
     if window or chunk:
         name += f" window {window}" if window else f" chunk {chunk}"
+    if softcap:
+        name += f" softcap {softcap:g}"
     return name, _paged_attention_kernel, signature, constants, options
 
 
 def configurations() -> Iterator[Configuration]:
-    """One configuration a kernel; attention also in float32, which must not become tf32, with a window, with chunks."""
+    """One configuration a kernel; attention also in float32, which must not become tf32, with a window, with
+    chunks, with a soft cap.
+    """
     yield (
         "token_inputs",
         _token_inputs_kernel,
@@ -156,6 +162,9 @@ def configurations() -> Iterator[Configuration]:
     yield attention_configuration(dtype="bf16", num_tokens=512, num_reqs=8, group=3, head_dim=64)
     yield attention_configuration(  # Gemma 3's sliding layers
         dtype="bf16", num_tokens=512, num_reqs=8, group=4, head_dim=256, window=512
+    )
+    yield attention_configuration(  # Gemma 2's full layers
+        dtype="bf16", num_tokens=512, num_reqs=8, group=2, head_dim=256, softcap=50.0
     )
     yield attention_configuration(  # Llama 4's chunks
         dtype="fp32", num_tokens=32, num_reqs=32, group=5, head_dim=128, chunk=8192

@@ -3,6 +3,7 @@
     out[token, head] = softmax(scale * q[token, head] . K[first .. position]) @ V[first .. position]
     position of a request's query j = seq_len - query_len + j,  kv_head = head // group
     first = 0;  with a window max(0, position - window + 1);  with chunks position // chunk * chunk
+    with a soft cap the scores are softcap * tanh(scale * q . K / softcap), before any of them is masked
 
 program_id(0) is a tile of query tokens, counted over all requests: request i's tiles start at
 query_start_loc[i] // TILE_TOKENS + i, which leaves every request room for ceil(query_len / TILE_TOKENS) of them and
@@ -13,9 +14,9 @@ first key that its first token sees and ends at the last that its last token see
 before, blocks that the window has left, their stale table entries, junk, block 0) is never touched; what a single row
 of the tile does not see is masked in its scores.
 
-WINDOW and CHUNK are compiled in: full attention then pays nothing for them, and a chunk that is a power of two needs
-no division. Each KV group has its own, fixed by the model, so warm-up, which runs every layer on a prefill and on a
-decode, has compiled all that serving will launch.
+WINDOW, CHUNK and CAP_LOG2 are compiled in: attention without them then pays nothing for them, and a chunk that is a
+power of two needs no division. The model fixes them for each layer, so warm-up, which runs every layer on a prefill and
+on a decode, has compiled all that serving will launch.
 
 Layout: query and out packed behind dimension 0, caches as in kv_write.py. Sources: online softmax, Milakov and
 Gimelshein 2018 (arXiv 1805.02867); tiles of (token, head) rows over pages, Kwon et al. 2023 (arXiv 2309.06180).
@@ -65,6 +66,21 @@ def _first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     return first
 
 
+@triton.jit
+def _tanh(x):
+    """Good to some 3 units in the last place; exp overflows nowhere, as its argument is never above 0."""
+    size = tl.abs(x)
+    left = tl.exp2(size * -2.8853900817779268)  # exp(-2 |x|)
+    far = (1.0 - left) / (1.0 + left)
+    # Near 0 the difference 1 - left cancels. Taylor's series: the first term left out is below 2**-26 of the sum.
+    square = x * x
+    near = size * (
+        1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    )
+    size = tl.where(size < 0.25, near, far)
+    return tl.where(x < 0, -size, size)
+
+
 # These change from step to step: a form compiled for a 1 or a multiple of 16 would compile while serving.
 @triton.jit(do_not_specialize=["num_reqs", "block_table_stride"])
 def _paged_attention_kernel(
@@ -89,6 +105,7 @@ def _paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr,  # tokens a page
     WINDOW: tl.constexpr,  # keys that a token sees, itself included; 0: all
     CHUNK: tl.constexpr,  # keys are seen from the last multiple of this on; 0: from the first
+    CAP_LOG2: tl.constexpr,  # the soft cap * log2(e); 0: none
     TILE_TOKENS: tl.constexpr,  # query tokens a tile
     BLOCK_M: tl.constexpr,  # rows a tile, >= TILE_TOKENS * HEADS
     BLOCK_N: tl.constexpr,  # keys an iteration
@@ -150,6 +167,8 @@ def _paged_attention_kernel(
         if WIDE_DOT:
             k = k.to(tl.float32)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        if CAP_LOG2 > 0:
+            scores = CAP_LOG2 * _tanh(scores / CAP_LOG2)
         seen = key_position[None, :] <= position[:, None]
         if WINDOW > 0 or CHUNK > 0:
             seen = seen & (key_position[None, :] >= row_first[:, None])
@@ -232,6 +251,7 @@ def paged_attention(
     out: torch.Tensor,
     window: int = 0,
     chunk: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Attend from this step's queries to all keys of their requests, whose K and V are in the cache already.
 
@@ -241,10 +261,12 @@ def paged_attention(
     Units: seq_lens counts the tokens of this step. A request of seq_len 0 reads and writes nothing; rows of out at
         and behind query_start_loc[-1] keep what they held. window and chunk are tokens, 0 is off: the token at
         position p sees no key before p - window + 1, or before p // chunk * chunk. Blocks and table entries left of
-        what a request's first query token sees are not read.
+        what a request's first query token sees are not read. softcap bounds scores smoothly to (-softcap, softcap),
+        0 is off.
     Example: seq_lens [32, 24], query_start_loc [0, 1, 9]: token 0 sees 32 keys, tokens 1 to 8 see 17 to 24. With
         window 20 token 0 sees keys 12 to 31, tokens 1 to 8 see 17, 18, 19, 20, 20, 20, 20, 20 keys.
-    Raises: ValueError for shapes, strides, dtypes or devices that do not fit together, or window with chunk.
+    Raises: ValueError for shapes, strides, dtypes or devices that do not fit together, window with chunk, or a softcap
+        that is negative or not finite.
     Source: see the module.
     """
     check_int_tensors(
@@ -258,6 +280,8 @@ def paged_attention(
         raise ValueError(
             f"paged_attention: at most one of window and chunk may be above 0, got {window} and {chunk}"
         )
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"paged_attention: softcap must be a number, 0 or above, got {softcap}")
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     num_reqs = seq_lens.shape[0]
     if query_start_loc.shape[0] != num_reqs + 1 or block_table.shape[0] < num_reqs:
@@ -315,6 +339,7 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         WINDOW=window,
         CHUNK=chunk,
+        CAP_LOG2=softcap * LOG2_E,
         WIDE_DOT=query.dtype == torch.bfloat16
         and not isinstance(_paged_attention_kernel, triton.JITFunction),
         **config,
@@ -333,6 +358,7 @@ def paged_attention_reference(
     out: torch.Tensor,
     window: int = 0,
     chunk: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """The same, a query token at a time, in float64 (float32 does for the 16-bit types)."""
     _, num_kv_heads, block_size, _ = key_cache.shape
@@ -357,6 +383,8 @@ def paged_attention_reference(
             first = _first_visible_reference(position, window, chunk)
             seen = slice(first - lowest, position + 1 - lowest)
             scores = torch.einsum("hd,khd->hk", query[flat_token].to(wide), keys[seen]) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
             weights = torch.softmax(scores, dim=-1)
             out[flat_token] = torch.einsum("hk,khd->hd", weights, values[seen]).to(out.dtype)
 

@@ -237,6 +237,27 @@ def score_keys(
 
 
 @_numba.jit()
+def cap_scores(scores, first_seen, num_seen, cap_log2):
+    """Bound a row's scores [first_seen, num_seen), in powers of two as cap_log2 is: cap * tanh(score / cap).
+
+    Without overflow, as exp's argument is never above 0. Near 0, where 1 - exp(-2 |x|) cancels, Taylor's series: the
+    first term left out is below 2**-26 of the sum.
+    """
+    for j in range(first_seen, num_seen):
+        x = scores[j] / cap_log2
+        size = abs(x)
+        left = _exp2(size * np.float32(-2.8853900817779268))
+        far = (np.float32(1) - left) / (np.float32(1) + left)
+        square = x * x
+        p = square * np.float32(62 / 2835) + np.float32(-17 / 315)
+        p = p * square + np.float32(2 / 15)
+        p = p * square + np.float32(-1 / 3)
+        p = p * square + np.float32(1)
+        size = size * p if size < np.float32(0.25) else far
+        scores[j] = cap_log2 * (-size if x < np.float32(0) else size)
+
+
+@_numba.jit()
 def fold_softmax(
     scores, first_seen, num_seen, num_keys, running_max, running_sum, row, acc, head_dim
 ):

@@ -2,8 +2,8 @@
 
 It walks the pages where they lie. One work item is a KV head of a request and a tile of its query tokens: the tile's
 rows are (token, head of the group), the keys come in turns, and a running maximum and sum make the softmax exact.
-Rows go in pairs, so that what is read of a page serves two of them. The loops are in `_paged_rows.py`. Window and
-chunk are plain numbers here: they choose where loops begin, and one compiled form serves every KV group.
+Rows go in pairs, so that what is read of a page serves two of them. The loops are in `_paged_rows.py`. Window, chunk
+and soft cap are plain numbers here: they choose where loops begin or end, and one compiled form serves every layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from . import _numba
-from ._paged_rows import add_values, fold_softmax, score_keys
+from ._paged_rows import add_values, cap_scores, fold_softmax, score_keys
 from ._views import view_at
 
 _KEYS = 128  # keys a turn: a turn's scores of a whole tile are 24 KiB
@@ -50,6 +50,7 @@ def _attend(
     scale,
     window,
     chunk,
+    cap_log2,
     out,
     q_tile,
     scores,
@@ -95,6 +96,8 @@ def _attend(
             first_seen = max(0, _first_visible(position, window, chunk) - first_key)
             num_seen = max(0, min(num_keys, position + 1 - first_key))
             weights = view_at(scores, row * _KEYS, _KEYS)
+            if cap_log2 > 0:
+                cap_scores(weights, first_seen, num_seen, cap_log2)
             sums = view_at(acc, row * head_dim, head_dim)
             fold_softmax(
                 weights,
@@ -142,6 +145,7 @@ def _share(
     scale,
     window,
     chunk,
+    cap_log2,
     out,
     share,
     num_shares,
@@ -202,6 +206,7 @@ def _share(
                         scale,
                         window,
                         chunk,
+                        cap_log2,
                         out,
                         q_tile,
                         scores,
@@ -214,13 +219,23 @@ def _share(
 
 _ARRAYS = (
     "float32[:, :, :], float32[:, :, :, :], float32[:, :, :, :], int32[:, :], int32[::1], int32[::1], "
-    "float32, int64, int64, float32[:, :, :]"
+    "float32, int64, int64, float32, float32[:, :, :]"
 )
 
 
 @_numba.jit(f"void({_ARRAYS})")
 def _serial(
-    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, window, chunk, out
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    seq_lens,
+    query_start_loc,
+    scale,
+    window,
+    chunk,
+    cap_log2,
+    out,
 ):
     _share(
         query,
@@ -232,6 +247,7 @@ def _serial(
         scale,
         window,
         chunk,
+        cap_log2,
         out,
         0,
         1,
@@ -249,6 +265,7 @@ def _parallel(
     scale,
     window,
     chunk,
+    cap_log2,
     out,
     num_threads,
 ):
@@ -263,6 +280,7 @@ def _parallel(
             scale,
             window,
             chunk,
+            cap_log2,
             out,
             share,
             num_threads,
@@ -281,6 +299,7 @@ def paged_attention(
     out: np.ndarray,  # [num_tokens, num_heads, head_dim] float32, written
     window: int = 0,
     chunk: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """See kernels/paged_attention.py."""
     num_reqs = seq_lens.shape[0]
@@ -315,6 +334,8 @@ def paged_attention(
         raise ValueError(
             f"paged_attention: at most one of window and chunk may be above 0, got {window} and {chunk}"
         )
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"paged_attention: softcap must be a number, 0 or above, got {softcap}")
     arguments = (
         query,
         key_cache,
@@ -325,6 +346,7 @@ def paged_attention(
         scale * _LOG2_E,
         window,
         chunk,
+        softcap * _LOG2_E,
         out,
     )
     threads = _numba.get_threads()

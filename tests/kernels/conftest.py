@@ -57,6 +57,7 @@ class PagedCase:
         marker: float = 7.0,
         window: int = 0,
         chunk: int = 0,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """The kernel's output; asserts that it wrote nothing into the gap behind each token."""
         num_tokens, num_heads, head_dim = self.query.shape
@@ -73,6 +74,7 @@ class PagedCase:
             out=out,
             window=window,
             chunk=chunk,
+            softcap=softcap,
         )
         assert (storage[:, num_heads * head_dim :] == marker).all()
         return out

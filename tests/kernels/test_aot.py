@@ -50,17 +50,16 @@ def test_attention_compiles_for_decode_and_prefill_in_bfloat16_and_float32(recor
     assert kinds == {("decode", "bf16"), ("prefill", "bf16"), ("decode", "fp32")}
 
 
-def test_attention_compiles_with_a_window_and_with_chunks(records):
+def test_attention_compiles_with_a_window_with_chunks_and_with_a_soft_cap(records):
     """In the forms that the interpreter cannot judge: 16-bit dots of a masked tile, for each target's own layout."""
     seen = {
         (" ".join(record["kernel"].split()[-2:]), record["target"])
         for record in records
         if record["kernel"].startswith("paged_attention")
     }
-    assert {"window 512", "chunk 8192"} == {
-        kind for kind, _ in seen if not kind.startswith("block")
-    }
-    assert {(kind, target) for kind in ("window 512", "chunk 8192") for target in TARGETS} <= seen
+    kinds = {"window 512", "chunk 8192", "softcap 50"}
+    assert kinds == {kind for kind, _ in seen if not kind.startswith("block")}
+    assert {(kind, target) for kind in kinds for target in TARGETS} <= seen
 
 
 def test_float32_is_not_multiplied_as_tf32(records):
