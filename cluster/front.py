@@ -36,9 +36,10 @@ from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.messages import ProtocolError
 from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
+from .answer_text import AnswerText
 from .channel import FrontDealer
 from .mailboxes import Mailboxes, Update
-from .text import IncrementalDetokenizer, TextProcessor
+from .text import TextProcessor
 
 # Token ids, text, or a conversation for the model's chat template.
 PromptOnWire = bytes | str | list[dict[str, Any]]
@@ -48,7 +49,8 @@ PromptOnWire = bytes | str | list[dict[str, Any]]
 class FrontRequest:
     """One request as a client sends it. prompt: little-endian int32 ids as bytes, text, or a conversation.
 
-    counter: the client's own number of it, the second half of the submit key. seed is always drawn.
+    counter: the client's own number of it. n_index: which of its prompt's n answers this is: they are requests of
+        their own, with counters in a row, and share the first one's submit key. seed is always drawn.
     streams: whether the client wants tokens as they come.
     """
 
@@ -57,6 +59,7 @@ class FrontRequest:
     prompt: PromptOnWire
     params: SamplingParams
     seed: int
+    n_index: int = 0
     options: RequestOptions = field(default_factory=RequestOptions)
     streams: bool = True
 
@@ -142,7 +145,11 @@ class Front:
         self, client: bytes, requests: Sequence[FrontRequest]
     ) -> list[Accepted | Rejected]:
         """Take requests in, each for itself. The same (client, counter) again is the same request."""
-        return [await self._submit(client, request) for request in requests]
+        answers: list[Accepted | Rejected] = []
+        read: dict[int, tuple[np.ndarray, str | None]] = {}
+        for request in requests:
+            answers.append(await self._submit(client, request, read))
+        return answers
 
     async def poll(
         self,
@@ -185,31 +192,42 @@ class Front:
 
     # ------------------------------------------------------------ one request
 
-    async def _submit(self, client: bytes, request: FrontRequest) -> Accepted | Rejected:
+    async def _submit(
+        self,
+        client: bytes,
+        request: FrontRequest,
+        read: dict[int, tuple[np.ndarray, str | None]],
+    ) -> Accepted | Rejected:
+        """read: the prompts of this call that were read already, by identity: n answers share one."""
         if self._failure is not None:
             return Rejected(reason=RefusalReason.ENGINE_FAILED, text=self._failure)
         try:
-            # Tokenizing lets go of the interpreter lock: meanwhile polls are answered.
-            ids, prompt = await asyncio.to_thread(self._read_prompt, request.prompt)
+            if id(request.prompt) not in read:
+                # Tokenizing lets go of the interpreter lock: meanwhile polls are answered.
+                read[id(request.prompt)] = await asyncio.to_thread(
+                    self._read_prompt, request.prompt
+                )
+            ids, prompt = read[id(request.prompt)]
             submit = Submit(
                 number=0,
-                submit_key=make_submit_key(client, request.counter),
+                submit_key=make_submit_key(client, request.counter - request.n_index),
                 request_id=request.request_id,
                 prompt_token_ids=ids,
                 seed=request.seed,
+                n_index=request.n_index,
                 params=request.params,
                 priority=request.options.priority,
                 user=request.options.user,
                 cache_salt=request.options.cache_salt,
             )
             self._door.check(self.config.front_name, submit)
+            answer = AnswerText(self.text, ids.tolist(), request.params)
         except (ValueError, TypeError) as error:
             return Rejected(reason=RefusalReason.INVALID, text=str(error))
         number = self.mailboxes.open(
             client,
             request.counter,
-            detokenizer=IncrementalDetokenizer(self.text, ids.tolist()),
-            stop_token_ids=request.params.stop_token_ids,
+            answer=answer,
             streams=request.streams,
         )
         if number is not None:
@@ -256,10 +274,11 @@ class Front:
             self._dropped_messages += 1
             return
         self._epoch = outputs.epoch
-        clients, orphans = self.mailboxes.deliver(outputs)
-        self._ring(clients)
-        if orphans:
-            await self._say(Ack(numbers=np.array(orphans, np.int64)))
+        delivery = self.mailboxes.deliver(outputs)
+        self._ring(delivery.clients)
+        await self._abort(delivery.stopped)
+        if delivery.orphans:
+            await self._say(Ack(numbers=np.array(delivery.orphans, np.int64)))
 
     async def _drop_idle_mailboxes(self) -> None:
         while True:

@@ -14,19 +14,25 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..scheduler.front_messages import FinishCode, Outputs, RefusalReason
-from .outputs import FinishReason
-from .text import IncrementalDetokenizer
+from .answer_text import AnswerText
+from .outputs import FINISH_REASON_OF, FinishReason
 
-_REASON_OF: dict[FinishCode, FinishReason] = {
-    FinishCode.STOP: "stop",
-    FinishCode.LENGTH: "length",
-    FinishCode.ABORT: "abort",
-    FinishCode.ERROR: "error",
-}
+
+class Delivery(NamedTuple):
+    """What came of one outputs message.
+
+    clients: those that have news. orphans: numbers that ended and belong to nobody any more. stopped: numbers whose
+        text came to a stop string, which the scheduler does not know.
+    """
+
+    clients: set[bytes]
+    orphans: list[int]
+    stopped: list[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +49,7 @@ class Update:
     token_ids: bytes  # little-endian int32
     text: str
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     error: tuple[RefusalReason, str] | None = None
     cached_tokens: int = 0
     arrival_time_s: float
@@ -57,18 +63,22 @@ class Update:
 
 @dataclass(kw_only=True, slots=True)
 class _Entry:
-    """One request. tokens are those not acknowledged; `acknowledged` came before them."""
+    """One request. tokens are those not acknowledged; `acknowledged` came before them.
+
+    num_read: how many tokens `answer` has read. untold_text: of those, what is in no chunk.
+    """
 
     number: int
     client: bytes
     counter: int
-    detokenizer: IncrementalDetokenizer
-    stop_token_ids: frozenset[int]
+    answer: AnswerText
     streams: bool
     arrival_time_s: float
     acknowledged: int = 0
     tokens: list[int] = field(default_factory=list)
     chunks: list[tuple[int, str]] = field(default_factory=list)  # tokens up to, their text
+    num_read: int = 0
+    untold_text: str = ""
     cached_tokens: int = 0
     first_token_time_s: float | None = None
     finished_time_s: float | None = None
@@ -92,6 +102,12 @@ class _Entry:
         if self.ended:
             return True
         return self.streams and (bool(self.chunks) or self.num_tokens > self.num_told)
+
+    def read(self) -> None:
+        """Make text of the tokens that came since, and of the end."""
+        new = self.tokens[self.num_read - self.acknowledged :]
+        self.untold_text += self.answer.append(new, self.finish)
+        self.num_read = self.num_tokens
 
     def advance(self, have: int) -> None:
         """The client has this many tokens, which is what some answer brought it up to: forget them."""
@@ -145,8 +161,7 @@ class Mailboxes:
         client: bytes,
         counter: int,
         *,
-        detokenizer: IncrementalDetokenizer,
-        stop_token_ids: Iterable[int] = (),
+        answer: AnswerText,
         streams: bool = True,
     ) -> int | None:
         """Take a request in and give it a number; None when this client's request is known already.
@@ -161,8 +176,7 @@ class Mailboxes:
             number=next(self._numbers),
             client=client,
             counter=counter,
-            detokenizer=detokenizer,
-            stop_token_ids=frozenset(stop_token_ids),
+            answer=answer,
             streams=streams,
             arrival_time_s=now,
         )
@@ -227,14 +241,10 @@ class Mailboxes:
 
     # ------------------------------------------------------------ what the scheduler says
 
-    def deliver(self, outputs: Outputs) -> tuple[set[bytes], list[int]]:
-        """Put one outputs message into the mailboxes.
-
-        Returns: the clients that have news; the numbers that ended and belong to nobody any more.
-        """
+    def deliver(self, outputs: Outputs) -> Delivery:
+        """Put one outputs message into the mailboxes. What comes for a request after its end is dropped."""
         now = self._clock()
-        clients: set[bytes] = set()
-        orphans: list[int] = []
+        delivery = Delivery(set(), [], [])
         cached = (outputs.cached_numbers.tolist(), outputs.cached_tokens.tolist())
         for number, count in zip(*cached, strict=True):
             if number in self._entries:
@@ -244,7 +254,7 @@ class Mailboxes:
             entry = self._entries.get(number)
             if entry is None or entry.ended:
                 if code != FinishCode.RUNNING:
-                    orphans.append(number)
+                    delivery.orphans.append(number)
                 continue
             if token >= 0:
                 if entry.first_token_time_s is None:
@@ -253,9 +263,16 @@ class Mailboxes:
             if code != FinishCode.RUNNING:
                 entry.finish = FinishCode(code)
                 entry.finished_time_s = now
+            if entry.answer.searches:
+                entry.read()
+                if entry.answer.stop_string is not None:
+                    if not entry.ended:
+                        delivery.stopped.append(number)
+                    entry.finish = FinishCode.STOP
+                    entry.finished_time_s = now
             if entry.has_news():
-                clients.add(entry.client)
-        return clients, orphans
+                delivery.clients.add(entry.client)
+        return delivery
 
     def refuse(self, number: int, reason: RefusalReason, text: str) -> bytes | None:
         """End a request with an error; the client that has news, or None when nobody waits."""
@@ -291,21 +308,18 @@ class Mailboxes:
     # ------------------------------------------------------------ one request
 
     def _update(self, entry: _Entry) -> Update:
-        untold = entry.num_tokens - entry.num_told
-        if untold or (entry.ended and not entry.told_end):
-            new = entry.tokens[len(entry.tokens) - untold :]
-            text = entry.detokenizer.append(new, entry.ended)
-            entry.chunks.append((entry.num_tokens, text))
+        if entry.num_tokens > entry.num_told or (entry.ended and not entry.told_end):
+            entry.read()
+            entry.chunks.append((entry.num_tokens, entry.untold_text))
+            entry.untold_text = ""
             entry.told_end = entry.ended
-        last = entry.tokens[-1] if entry.tokens else -1
-        named = entry.finish is FinishCode.STOP and last in entry.stop_token_ids
         return Update(
             counter=entry.counter,
             first=entry.acknowledged,
             token_ids=np.array(entry.tokens, "<i4").tobytes(),
             text="".join(text for _, text in entry.chunks),
-            finish_reason=_REASON_OF.get(entry.finish),
-            stop_reason=last if named else None,
+            finish_reason=FINISH_REASON_OF.get(entry.finish),
+            stop_reason=entry.answer.stop_reason,
             error=entry.error,
             cached_tokens=entry.cached_tokens,
             arrival_time_s=entry.arrival_time_s,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..scheduler.front_messages import FinishCode
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH_REASON_OF: dict[FinishCode, FinishReason] = {
+    FinishCode.STOP: "stop",
+    FinishCode.LENGTH: "length",
+    FinishCode.ABORT: "abort",
+    FinishCode.ERROR: "error",
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,11 +42,13 @@ class RequestMetrics:
 
 @dataclass(kw_only=True, slots=True)
 class CompletionOutput:
-    """One answer to a prompt, as far as it has come.
+    """One answer to a prompt, as far as it has come; `index` tells the n answers apart.
 
-    token_ids: every sampled token, the one that ended the answer too. text: their text, without special tokens.
-    finish_reason: None while it runs; "stop" by an end or stop token, "length" by max_tokens or max_model_len.
-    stop_reason: the stop token id that ended it, when the caller named it; None for the model's own end.
+    token_ids: every sampled token, the one that ended the answer too. text: what they say, up to a stop string;
+        while the answer runs it may lack the last few, which a later token could change or make a stop string.
+    finish_reason: None while it runs; "stop" by an end or stop token or a stop string, "length" by max_tokens or
+        max_model_len.
+    stop_reason: the stop string or stop token id that ended it, when the caller named it; None for the model's own end.
     """
 
     index: int

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ..cluster.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
-from ..cluster.text import IncrementalDetokenizer, TextProcessor
+from ..cluster.answer_text import AnswerText
+from ..cluster.answers import params_of_answers
+from ..cluster.outputs import FINISH_REASON_OF, CompletionOutput, RequestMetrics, RequestOutput
+from ..cluster.text import TextProcessor
 from ..scheduler.door import Door
 from ..scheduler.front_messages import (
     Abort,
@@ -43,12 +45,6 @@ from .config import EnginePlan
 from .interrupts import interrupts_held
 
 _FRONT = b"embedded"
-_FINISH_REASON: dict[FinishCode, FinishReason] = {
-    FinishCode.STOP: "stop",
-    FinishCode.LENGTH: "length",
-    FinishCode.ABORT: "abort",
-    FinishCode.ERROR: "error",
-}
 
 
 class QueueChannel:
@@ -92,21 +88,22 @@ class QueueFronts:
         self._channel.close()
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """One request from its submission to its end, as its caller sees it."""
+    """One answer from its submission to its end, as its caller sees it.
+
+    told: how many tokens are in the text, and the text; never changed but as a whole.
+    """
 
     submit: Submit
     prompt: str | None
     prompt_token_ids: list[int]
-    detokenizer: IncrementalDetokenizer
+    answer: AnswerText
     metrics: RequestMetrics | None = None
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    num_in_text: int = 0
-    text_is_whole: bool = False
+    told: tuple[int, str] = (0, "")
     cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
+    finish: FinishCode = FinishCode.RUNNING
     error: str | None = None
 
     @property
@@ -115,48 +112,58 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.finish_reason is not None
+        return self.finish is not FinishCode.RUNNING
 
-    def take(self, token: int, code: FinishCode, now: float) -> None:
-        """One entry of an outputs message; token is -1 where an end brings none."""
+    def take(self, token: int, code: FinishCode, now: float) -> bool:
+        """One entry of an outputs message; token is -1 where an end brings none. What comes after the end is dropped.
+
+        Returns: whether the text came to a stop string: the scheduler, which does not know, is to end the request.
+        """
         assert self.metrics is not None, "a request that was never queued has an output"
+        if self.finished:
+            return False
         if token >= 0:
             if not self.token_ids:
                 self.metrics.first_token_time_s = now
             self.token_ids.append(token)
-        if code is not FinishCode.RUNNING:
-            self.finish_reason = _FINISH_REASON[code]
+        if self.answer.searches:
+            self._tell(len(self.token_ids), code)
+        stopped = self.answer.stop_string is not None
+        finish = FinishCode.STOP if stopped else code
+        if finish is not FinishCode.RUNNING:
             self.metrics.finished_time_s = now
+            self.finish = finish
+        return stopped and code is FinishCode.RUNNING
 
     def output(self) -> RequestOutput:
-        """What has come so far. Only here do tokens become text: `generate` pays for it once."""
+        """What has come so far. Only here do tokens become text, unless any may be a stop: `generate` pays once."""
         # Another thread's step may bring the next token or the end meanwhile. The end comes after its token: so it is
         # read first, and everything after that speaks of one moment.
-        finish_reason = self.finish_reason
-        token_ids = list(self.token_ids)
-        finished = finish_reason is not None
-        if self.num_in_text < len(token_ids) or not self.text_is_whole:
-            self.text += self.detokenizer.append(token_ids[self.num_in_text :], finished)
-            self.num_in_text = len(token_ids)
-            self.text_is_whole = finished
-        last = token_ids[-1] if token_ids else None
-        named = finish_reason == "stop" and last in self.submit.params.stop_token_ids
+        finish = self.finish
+        if not self.answer.searches:
+            self._tell(len(self.token_ids), finish)
+        num_tokens, text = self.told
         completion = CompletionOutput(
-            index=0,
-            text=self.text,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
-            stop_reason=last if named else None,
+            index=self.submit.n_index,
+            text=text,
+            token_ids=self.token_ids[:num_tokens],
+            finish_reason=FINISH_REASON_OF.get(finish),
+            stop_reason=None if finish is FinishCode.RUNNING else self.answer.stop_reason,
         )
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[completion],
-            finished=finished,
+            finished=completion.finished,
             metrics=self.metrics,
             cached_tokens=self.cached_tokens,
         )
+
+    def _tell(self, num_tokens: int, finish: FinishCode) -> None:
+        told, text = self.told
+        new = self.token_ids[told:num_tokens]
+        self.told = num_tokens, text + self.answer.append(new, finish)
 
 
 class EmbeddedEngine:
@@ -221,38 +228,48 @@ class EmbeddedEngine:
         *,
         prompt: str | None,
         request_id: str | None = None,
-    ) -> Request:
-        """Make a request that the scheduler will take; nothing is queued yet.
+    ) -> list[Request]:
+        """Make requests that the scheduler will take, one for each of the n answers; nothing is queued yet.
 
         Raises: ValueError, one sentence, for what the scheduler would refuse.
         """
-        number = next(self._numbers)
+        wanted = params_of_answers(params)
+        numbers = [next(self._numbers) for _ in wanted]
         # One that no caller would choose: a made-up name must never clash with one that somebody gave.
-        made_up = f"{self._client_uuid.hex()[:12]}-{number}"
+        made_up = f"{self._client_uuid.hex()[:12]}-{numbers[0]}"
         name = made_up if request_id is None else request_id
         said = options or RequestOptions()
-        submit = Submit(
-            number=number,
-            submit_key=make_submit_key(self._client_uuid, number),
-            request_id=name,
-            prompt_token_ids=np.array(prompt_token_ids, np.int32),
-            seed=random.SystemRandom().randint(0, MAX_SEED) if params.seed is None else params.seed,
-            params=params,
-            priority=said.priority,
-            user=said.user,
-            cache_salt=said.cache_salt,
-        )
+        ids = np.array(prompt_token_ids, np.int32)
+        draw = random.SystemRandom().randint
+        submits = [
+            Submit(
+                number=number,
+                submit_key=make_submit_key(self._client_uuid, numbers[0]),
+                request_id=name,
+                prompt_token_ids=ids,
+                seed=draw(0, MAX_SEED) if one.seed is None else one.seed,
+                n_index=n_index,
+                params=one,
+                priority=said.priority,
+                user=said.user,
+                cache_salt=said.cache_salt,
+            )
+            for n_index, (number, one) in enumerate(zip(numbers, wanted, strict=True))
+        ]
         try:
-            self._door.check(_FRONT, submit)
+            self._door.check(_FRONT, submits[0])
         except ValueError as error:
             # The caller knows its prompts by their place, not by the name that was just made up.
             raise ValueError(str(error).removeprefix(f"request {name}: ")) from None
-        return Request(
-            submit=submit,
-            prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
-            detokenizer=IncrementalDetokenizer(self.text, prompt_token_ids),
-        )
+        return [
+            Request(
+                submit=submit,
+                prompt=prompt,
+                prompt_token_ids=prompt_token_ids,
+                answer=AnswerText(self.text, prompt_token_ids, submit.params),
+            )
+            for submit in submits
+        ]
 
     def queue(self, request: Request) -> None:
         """Hand a prepared request to the scheduler."""
@@ -318,6 +335,7 @@ class EmbeddedEngine:
 
     def _take_outputs(self) -> bool:
         ended: list[int] = []
+        stopped: list[int] = []
         moved = False
         while (message := self._front.receive(0.0)) is not None:
             moved = True
@@ -326,7 +344,7 @@ class EmbeddedEngine:
                 request = self._requests.pop(received.number, None)
                 if request is not None:
                     request.error = received.text
-                    request.finish_reason = "error"
+                    request.finish = FinishCode.ERROR
                 continue
             assert isinstance(received, Outputs), f"front got {type(received).__name__}"
             cached = (received.cached_numbers.tolist(), received.cached_tokens.tolist())
@@ -335,11 +353,13 @@ class EmbeddedEngine:
             now = time.monotonic()
             columns = (received.numbers, received.tokens, received.finish_codes)
             for number, token, code in zip(*(c.tolist() for c in columns), strict=True):
-                request = self._requests[number]
-                request.take(token, FinishCode(code), now)
-                if request.finished:
+                if self._requests[number].take(token, FinishCode(code), now):
+                    stopped.append(number)
+                if code != FinishCode.RUNNING:
                     del self._requests[number]
                     ended.append(number)
+        if stopped:
+            self._front.send(encode(Abort(numbers=np.array(stopped, np.int64))))
         if ended:
             self._front.send(encode(Ack(numbers=np.array(ended, np.int64))))
         return moved

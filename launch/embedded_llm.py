@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from ..cluster.answers import join
 from ..cluster.prompts import (
     Many,
     Prompt,
@@ -48,7 +49,7 @@ class EmbeddedLLM:
         self._max_live = plan.scheduler.max_waiting
         self._lock = threading.Lock()
         self._next = threading.Lock()
-        self._live: dict[str, Request] = {}
+        self._live: dict[str, list[Request]] = {}  # the answers to one prompt, as far as queued
         self._left: deque[Request] = (
             deque()
         )  # by callers that are gone; ended by whoever has the engine
@@ -66,12 +67,13 @@ class EmbeddedLLM:
         params = list_params(sampling_params, len(listed))
         options = list_options(len(listed), priority=priority, user=user, cache_salt=cache_salt)
         one = is_one_prompt(prompts)
-        requests: list[Request] = []
+        answers: list[list[Request]] = []
         for index, (prompt, wanted, said) in enumerate(zip(listed, params, options, strict=True)):
             try:
-                requests.append(self._prepare(prompt, wanted, said, None))
+                answers.append(self._prepare(prompt, wanted, said, None))
             except ValueError as error:
                 raise ValueError(str(error) if one else f"prompts[{index}]: {error}") from None
+        requests = [request for one in answers for request in one]
         unqueued = deque(requests)
         unfinished = deque(requests)
         try:
@@ -87,7 +89,7 @@ class EmbeddedLLM:
             self._end(requests)
         for request in requests:
             _raise_if_refused(request)
-        return [request.output() for request in requests]
+        return [_output(one) for one in answers]
 
     def stream(
         self,
@@ -103,31 +105,42 @@ class EmbeddedLLM:
         options = RequestOptions(priority=priority, user=user, cache_salt=cache_salt)
         return self._outputs(self._prepare(one_prompt(prompt), params, options, request_id))
 
-    def _outputs(self, request: Request) -> Iterator[RequestOutput]:
+    def _outputs(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
         # Queued at the first `next`: a generator that is never started has no end to clean up at.
         seen = 0
+
+        def news() -> bool:
+            return sum(len(request.token_ids) for request in requests) > seen
+
+        def over() -> bool:
+            return all(request.finished for request in requests)
+
         try:
             with self._turn():
-                self._queue(request)
-            while not request.finished:
+                if requests[0].request_id in self._live:
+                    raise ValueError(
+                        f"request_id {requests[0].request_id!r} is in use by a live request"
+                    )
+                for request in requests:
+                    self._queue(request)
+            while not over():
                 with self._turn():
-                    # Another thread's step may have brought this request's token, or its end, in the meantime.
-                    if len(request.token_ids) == seen and not request.finished:
+                    # Another thread's step may have brought the next token, or the end, in the meantime.
+                    if not news() and not over():
                         self._engine.step()
-                if len(request.token_ids) > seen and not request.finished:
-                    output = request.output()
-                    seen = len(output.outputs[0].token_ids)
+                for request in requests:
+                    _raise_if_refused(request)
+                if news() and not over():
+                    output = _output(requests)
+                    seen = sum(len(answer.token_ids) for answer in output.outputs)
                     yield output
-            _raise_if_refused(request)
-            yield request.output()
+            yield _output(requests)
         finally:
-            self._end([request])
+            self._end(requests)
 
     def abort(self, request_id: str) -> None:
         with self._turn():
-            request = self._live.get(request_id)
-            if request is not None:
-                self._engine.abort([request])
+            self._engine.abort(self._live.get(request_id, []))
 
     def snapshot(self) -> dict[str, Any]:
         return self._engine.snapshot()
@@ -142,17 +155,15 @@ class EmbeddedLLM:
         params: SamplingParams,
         options: RequestOptions,
         request_id: str | None,
-    ) -> Request:
+    ) -> list[Request]:
         is_text = isinstance(prompt, str)
         ids = self._engine.text.encode(prompt) if is_text else list(prompt)
         text = prompt if is_text else None
         return self._engine.prepare(ids, params, options, prompt=text, request_id=request_id)
 
     def _queue(self, request: Request) -> None:
-        if request.request_id in self._live:
-            raise ValueError(f"request_id {request.request_id!r} is in use by a live request")
         self._engine.queue(request)
-        self._live[request.request_id] = request
+        self._live.setdefault(request.request_id, []).append(request)
 
     # ------------------------------------------------------------ taking turns
 
@@ -189,11 +200,15 @@ class EmbeddedLLM:
     def _end_left(self) -> None:
         requests = [self._left.popleft() for _ in range(len(self._left))]
         for request in requests:
-            if self._live.get(request.request_id) is request:
+            if request in self._live.get(request.request_id, ()):
                 del self._live[request.request_id]
         # An engine that failed has ended its requests already, and says so through the error on its way.
         with suppress(RuntimeError):
             self._engine.abort(requests)
+
+
+def _output(answers: Sequence[Request]) -> RequestOutput:
+    return join([answer.output() for answer in answers])
 
 
 def _raise_if_refused(request: Request) -> None:

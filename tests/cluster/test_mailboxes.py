@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
-from rowcast.cluster.mailboxes import Mailboxes, Update
-from rowcast.cluster.text import IncrementalDetokenizer, TextProcessor
+from rowcast.cluster.answer_text import AnswerText
+from rowcast.cluster.mailboxes import Delivery, Mailboxes, Update
+from rowcast.cluster.text import TextProcessor
 from rowcast.scheduler.front_messages import FinishCode, Outputs, RefusalReason
+from rowcast.scheduler.sampling_params import SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ANNA, BERT = b"a" * 16, b"b" * 16
@@ -41,20 +44,16 @@ class World:
         self.clock = Clock()
         self.boxes = Mailboxes(idle_s=30.0, clock=self.clock)
 
-    def open(
-        self, client: bytes, counter: int, streams: bool = True, stop: tuple = ()
-    ) -> int | None:
-        detokenizer = IncrementalDetokenizer(self.text, [])
-        return self.boxes.open(
-            client, counter, detokenizer=detokenizer, streams=streams, stop_token_ids=stop
-        )
+    def open(self, client: bytes, counter: int, streams: bool = True, **params: Any) -> int | None:
+        answer = AnswerText(self.text, [], SamplingParams(**params))
+        return self.boxes.open(client, counter, answer=answer, streams=streams)
 
     def ids(self, words: str) -> list[int]:
         return self.text.encode(words)
 
     def deliver(
         self, number: int | None, ids: list[int], finish: FinishCode = FinishCode.RUNNING
-    ) -> tuple[set[bytes], list[int]]:
+    ) -> Delivery:
         codes = [0] * (len(ids) - 1) + [int(finish)]
         return self.boxes.deliver(
             Outputs(
@@ -84,7 +83,7 @@ def test_how_much_of_the_prompt_was_cached_comes_with_the_first_token(world: Wor
         epoch=1, numbers=none, tokens=none.astype(np.int32), finish_codes=none.astype(np.int8),
         cached_numbers=np.array([number, 999]), cached_tokens=np.array([32, 16], np.int32),
     )  # fmt: skip
-    assert world.boxes.deliver(told) == (set(), [])
+    assert world.boxes.deliver(told) == (set(), [], [])
     for token in world.ids("hi"):
         world.deliver(number, [token])
         world.deliver(other, [token])
@@ -94,7 +93,7 @@ def test_how_much_of_the_prompt_was_cached_comes_with_the_first_token(world: Wor
 def test_tokens_come_in_order_with_their_text(world: World) -> None:
     number = world.open(ANNA, 0)
     h, i, mark = world.ids("hi!")
-    assert world.deliver(number, [h]) == ({ANNA}, [])
+    assert world.deliver(number, [h]) == ({ANNA}, [], [])
     (update,) = world.boxes.news(ANNA)
     assert seen(update) == (0, [h], "h", None)
     world.deliver(number, [i])
@@ -165,20 +164,58 @@ def test_the_same_counter_twice_is_the_same_request(world: World) -> None:
 def test_a_request_that_does_not_stream_tells_everything_at_the_end(world: World) -> None:
     number = world.open(ANNA, 0, streams=False)
     h, i = world.ids("hi")
-    assert world.deliver(number, [h]) == (set(), [])
+    assert world.deliver(number, [h]) == (set(), [], [])
     assert not world.boxes.has_news(ANNA)
     assert world.boxes.news(ANNA) == []
-    assert world.deliver(number, [i], FinishCode.STOP) == ({ANNA}, [])
+    assert world.deliver(number, [i], FinishCode.LENGTH) == ({ANNA}, [], [])
     (update,) = world.boxes.news(ANNA)
-    assert seen(update) == (0, [h, i], "hi", "stop")
+    assert seen(update) == (0, [h, i], "hi", "length")
 
 
 def test_a_named_stop_token_is_the_stop_reason(world: World) -> None:
     (x,) = world.ids("x")
-    numbers = [world.open(ANNA, 0, stop=(x,)), world.open(ANNA, 1)]
+    numbers = [world.open(ANNA, 0, stop_token_ids=(x,)), world.open(ANNA, 1)]
     for number in numbers:
         world.deliver(number, [x], FinishCode.STOP)
     assert [u.stop_reason for u in world.boxes.news(ANNA)] == [x, None]
+
+
+def test_a_stop_string_is_the_end_and_the_scheduler_is_to_be_told_once(world: World) -> None:
+    """O-02: what was in flight when the string came is dropped, and so is the scheduler's own end."""
+    number = world.open(ANNA, 0, stop="op", stop_token_ids=(5,))
+    s, t, o, p, x = world.ids("stopx")
+    assert world.deliver(number, [s, t, o]) == ({ANNA}, [], [])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (0, [s, t, o], "st", None)
+    world.boxes.acknowledge(ANNA, [(0, 3)], [])
+    assert world.deliver(number, [p, x, x]) == ({ANNA}, [], [number])
+    assert world.deliver(number, [x]) == (set(), [], [])
+    assert world.deliver(number, [-1], FinishCode.ABORT) == (set(), [number], [])
+    for _ in range(2):
+        (update,) = world.boxes.news(ANNA)
+        assert seen(update) == (3, [p], "", "stop")
+        assert update.stop_reason == "op"
+
+
+def test_a_stop_string_beats_the_length_and_needs_no_abort(world: World) -> None:
+    number = world.open(ANNA, 0, stop="op", include_stop_str_in_output=True, streams=False)
+    ids = world.ids("stop")
+    assert world.deliver(number, ids, FinishCode.LENGTH) == ({ANNA}, [], [])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (0, ids, "stop", "stop")
+
+
+def test_held_text_comes_with_the_end_and_again_if_its_answer_was_lost(world: World) -> None:
+    number = world.open(ANNA, 0, stop="op!")
+    o, p = world.ids("op")
+    world.deliver(number, [o, p])
+    (update,) = world.boxes.news(ANNA)
+    assert seen(update) == (0, [o, p], "", None)
+    world.deliver(number, [-1], FinishCode.ABORT)
+    for _ in range(2):
+        world.boxes.acknowledge(ANNA, [(0, 2)], [])
+        (update,) = world.boxes.news(ANNA)
+        assert seen(update) == (2, [], "op", "abort")
 
 
 def test_a_refusal_is_the_end(world: World) -> None:
@@ -215,7 +252,7 @@ def test_a_mailbox_that_nobody_polls_is_dropped_with_its_requests(world: World) 
     assert (world.boxes.num_clients, world.boxes.num_requests) == (1, 1)
     assert not world.boxes.knows(ANNA)
     # Its end arrives later: the scheduler may forget it, nobody else has to know.
-    assert world.deliver(live, [-1], FinishCode.ABORT) == (set(), [live])
+    assert world.deliver(live, [-1], FinishCode.ABORT) == (set(), [live], [])
     assert world.boxes.live_numbers(BERT, [0, 5]) == [bert]
 
 

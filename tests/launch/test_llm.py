@@ -222,16 +222,16 @@ def test_a_stream_holds_on_to_its_llm(model):
 
 def test_text_misses_no_token_that_comes_while_it_is_made(llm):
     """Another thread's step appends; what had come by then and what comes later must meet without a gap."""
-    request = llm._engine._engine.prepare([5, 6], GREEDY, prompt=None)
-    append, seen = request.detokenizer.append, []
+    (request,) = llm._engine._engine.prepare([5, 6], GREEDY, prompt=None)
+    append, seen = request.answer.append, []
 
-    def append_and_be_overtaken(new, finished):
+    def append_and_be_overtaken(new, finish):
         seen.extend(new)
         if len(request.token_ids) < 4:
             request.token_ids.append(20 + len(request.token_ids))
-        return append(new, finished)
+        return append(new, finish)
 
-    request.detokenizer.append = append_and_be_overtaken
+    request.answer.append = append_and_be_overtaken
     request.token_ids.append(19)
     for length in (1, 2, 3):
         output = request.output()
