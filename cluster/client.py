@@ -16,6 +16,7 @@ import numpy as np
 
 from ..scheduler.request_options import RequestOptions, check_text
 from ..scheduler.sampling_params import MAX_SEED, SamplingParams
+from .answers import join, params_of_answers
 from .attach import connect
 from .client_requests import (
     BATCH_REQUESTS,
@@ -210,10 +211,13 @@ class Client:
         names: Sequence[str] | None,
     ) -> list[RequestOutput]:
         params = list_params(sampling_params, len(wires))
-        requests = [
+        answers = [
             self._new(wire, prompt, wanted, None, said, streams=False)
             for wire, prompt, wanted, said in zip(wires, prompts, params, options, strict=True)
         ]
+        requests = [request for one in answers for request in one]
+        if names is not None:
+            names = [name for name, one in zip(names, answers, strict=True) for _ in one]
         try:
             most = min(BATCH_REQUESTS, self.info["max_waiting"])
             for batch in batches(requests, most=most):
@@ -228,7 +232,7 @@ class Client:
         except BaseException:
             self._give_up(requests)
             raise
-        return [request.output() for request in requests]
+        return [_output(one) for one in answers]
 
     def _wait_for_room(self, num_more: int) -> None:
         """Hold a long list back: beyond its queue the scheduler refuses."""
@@ -245,27 +249,27 @@ class Client:
         options: RequestOptions,
     ) -> Iterator[RequestOutput]:
         (params,) = list_params(sampling_params, 1)
-        request = self._new(wire, prompt, params, request_id, options, streams=True)
-        return self._outputs(request)
+        requests = self._new(wire, prompt, params, request_id, options, streams=True)
+        return self._outputs(requests)
 
-    def _outputs(self, request: ClientRequest) -> Iterator[RequestOutput]:
+    def _outputs(self, requests: Sequence[ClientRequest]) -> Iterator[RequestOutput]:
         # Sent at the first `next`: a generator that is never started has no end to clean up at.
         seen = 0
         try:
-            self._send([request])
+            self._send(requests)
             while True:
                 with self._changed:
-                    while request.version == seen:
+                    while (version := sum(r.version for r in requests)) == seen:
                         self._changed.wait()
-                    seen, error, over = request.version, request.error, request.over
-                    output = request.output()
-                if error is not None:
-                    raise error
+                    seen = version
+                    self._raise_first_error(requests, None)
+                    over = all(r.over for r in requests)
+                    output = _output(requests)
                 yield output
                 if over:
                     return
         finally:
-            self._give_up([request])
+            self._give_up(requests)
 
     def _new(
         self,
@@ -276,20 +280,25 @@ class Client:
         options: RequestOptions,
         *,
         streams: bool,
-    ) -> ClientRequest:
+    ) -> list[ClientRequest]:
+        """The requests of one prompt, as many as it shall have answers."""
         if request_id is not None:
             check_text("request_id", request_id, min_bytes=1)
         with self._changed:
-            counter, self._next_counter = self._next_counter, self._next_counter + 1
-        return ClientRequest(
-            counter=counter,
-            request_id=request_id or f"{self._uuid.hex()[:12]}-{counter}",
-            given=wire,
-            params=params,
-            options=options,
-            streams=streams,
-            prompt=prompt if isinstance(prompt, str) else None,
-        )
+            first, self._next_counter = self._next_counter, self._next_counter + params.n
+        return [
+            ClientRequest(
+                counter=first + n_index,
+                request_id=request_id or f"{self._uuid.hex()[:12]}-{first}",
+                n_index=n_index,
+                given=wire,
+                params=wanted,
+                options=options,
+                streams=streams,
+                prompt=prompt if isinstance(prompt, str) else None,
+            )
+            for n_index, wanted in enumerate(params_of_answers(params))
+        ]
 
     def _send(self, requests: Sequence[ClientRequest]) -> None:
         """Submit; what is rejected has its error afterwards."""
@@ -305,6 +314,7 @@ class Client:
                 seed=secrets.randbelow(MAX_SEED + 1)
                 if request.params.seed is None
                 else request.params.seed,
+                n_index=request.n_index,
                 options=request.options,
                 streams=request.streams,
             )
@@ -426,3 +436,7 @@ class Client:
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         return call_front(self._name, method, *arguments)
+
+
+def _output(answers: Sequence[ClientRequest]) -> RequestOutput:
+    return join([answer.output() for answer in answers])

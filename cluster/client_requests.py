@@ -27,10 +27,14 @@ class Overloaded(EngineFailed):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ClientRequest:
-    """One request as this client sees it. Changed by the poll thread, under the client's lock."""
+    """One answer as this client sees it. Changed by the poll thread, under the client's lock.
+
+    The n answers to one prompt have one request_id and counters in a row, from n_index 0 on.
+    """
 
     counter: int
     request_id: str
+    n_index: int
     given: PromptOnWire
     params: SamplingParams
     options: RequestOptions
@@ -66,7 +70,7 @@ class ClientRequest:
     def output(self) -> RequestOutput:
         update = self.update
         completion = CompletionOutput(
-            index=0,
+            index=self.n_index,
             text=self.text,
             token_ids=list(self.token_ids),
             finish_reason=None if update is None else update.finish_reason,

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -107,8 +108,9 @@ def test_seeds_repeat_and_differ(client: Client) -> None:
         ([1] * 2048, GREEDY, "the prompt has 2048 tokens, max_model_len is 2048"),
         ("x", SamplingParams(stop_token_ids=(300,)), "token id 300 lies outside the vocabulary"),
         ("\ud800", GREEDY, "not valid Unicode"),
+        ([5, 999], SamplingParams(n=2), "prompt: token id 999 lies outside the vocabulary"),
     ],
-    ids=["empty text", "no ids", "unknown id", "too long", "unknown stop id", "surrogate"],
+    ids=["empty text", "no ids", "unknown id", "too long", "unknown stop id", "surrogate", "n"],
 )
 def test_what_cannot_be_served_gets_the_schedulers_sentence(
     client: Client, cluster: Cluster, prompt: str, params: SamplingParams, sentence: str
@@ -262,6 +264,86 @@ def test_a_full_queue_answers_at_once(client: Client, cluster: Cluster) -> None:
     assert len(refused) <= 8
     assert all("64" in text for text in refused)
     assert set(reasons) <= {"abort", "length"}
+    cluster.wait_until(is_idle)
+
+
+# ---------------------------------------------------------------- stop strings, n answers
+
+
+def test_a_stop_string_ends_a_request_at_the_front_and_in_the_scheduler(
+    client: Client, cluster: Cluster
+) -> None:
+    """O-02: asked for 1,900 tokens, it is idle long before; what is streamed is never taken back."""
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    text = client.generate("Hello", params)[0].outputs[0].text
+    stop = next(c for c in text[8:] if c.isascii() and c.isprintable())
+    expected = text[: text.index(stop)]
+    stopped = replace(LONG, stop=["never said", stop])
+    before = cluster.status()["steps"]
+    (answer,) = client.generate("Hello", stopped)[0].outputs
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (expected, "stop", stop)
+    assert 0 < len(answer.token_ids) <= 64
+    cluster.wait_until(is_idle)
+    assert cluster.status()["steps"] - before < 200
+    seen = list(client.stream("Hello", stopped))
+    assert all(expected.startswith(output.outputs[0].text) for output in seen)
+    assert seen[-1].outputs == [answer]
+    included = replace(stopped, include_stop_str_in_output=True)
+    assert client.generate("Hello", included)[0].outputs[0].text == expected + stop
+    cluster.wait_until(is_idle)
+
+
+def test_without_detokenizing_ids_come_alone(client: Client) -> None:
+    (with_text,) = client.generate("Hello", GREEDY)[0].outputs
+    (ids_alone,) = client.generate("Hello", replace(GREEDY, detokenize=False))[0].outputs
+    assert with_text.text
+    assert ids_alone == replace(with_text, text="")
+
+
+def test_n_answers_have_the_seeds_from_the_given_one_on(client: Client, cluster: Cluster) -> None:
+    """SA-04, and the last seed's successor is 0. One prompt is one output, in a stream as well."""
+    last = 2**63 - 1
+    params = SamplingParams(seed=last, max_tokens=16, ignore_eos=True)
+    alone = [
+        client.generate("Hello", replace(params, seed=seed))[0].outputs[0].token_ids
+        for seed in (last, 0, 1)
+    ]
+    three, one = client.generate(["Hello", "World"], [replace(params, n=3), params])
+    assert [answer.token_ids for answer in three.outputs] == alone
+    assert [answer.index for answer in three.outputs] == [0, 1, 2]
+    assert (three.finished, three.prompt, len(one.outputs)) == (True, "Hello", 1)
+    seen = list(client.stream("Hello", replace(params, n=3)))
+    assert seen[-1].outputs == three.outputs
+    assert {len(output.outputs) for output in seen} == {3}
+    assert [output.finished for output in seen[:-1]] == [False] * (len(seen) - 1)
+    free = client.generate("Hello", replace(params, n=3, seed=None))[0].outputs
+    assert len({tuple(answer.token_ids) for answer in free}) == 3
+    cluster.wait_until(is_idle)
+
+
+def test_aborting_a_request_ends_all_of_its_answers(client: Client, cluster: Cluster) -> None:
+    """O-07."""
+    params = SamplingParams(max_tokens=1900, ignore_eos=True, n=2)
+    stream = client.stream("abc", params, request_id="two")
+    next(stream)
+    client.abort("two")
+    last = list(stream)[-1]
+    assert [answer.finish_reason for answer in last.outputs] == ["abort", "abort"]
+    assert last.finished
+    cluster.wait_until(is_idle)
+    for _ in client.stream("abc", params):
+        break
+    cluster.wait_until(is_idle)
+
+
+def test_each_of_n_answers_takes_a_place_in_the_queue(client: Client, cluster: Cluster) -> None:
+    """8 run and 64 wait: 80 at once do not fit, and none of them is left; a list is taken in turns."""
+    params = SamplingParams(max_tokens=2, ignore_eos=True, n=80)
+    with pytest.raises(Overloaded, match="64"):
+        list(client.stream([7] * 60, replace(params, max_tokens=1900)))
+    cluster.wait_until(is_idle)
+    (output,) = client.generate([7] * 60, params)
+    assert [len(answer.token_ids) for answer in output.outputs] == [2] * 80
     cluster.wait_until(is_idle)
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,107 @@ def test_max_tokens_none_runs_up_to_the_models_length(llm):
     output = llm.generate([5] * 100, params)[0].outputs[0]
     assert len(output.token_ids) == 128 - 100  # the model's context is 128
     assert output.finish_reason == "length"
+
+
+# ---------------------------------------------------------------- stop strings, n answers
+
+
+def test_a_stop_string_ends_the_text_and_the_request(llm):
+    """O-02: of 120 tokens asked for it takes as many as the string needs; the fixture counts rows and blocks."""
+    text = llm.generate("hello", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    text = text[0].outputs[0].text
+    stop = next(text[i : i + 2] for i in range(6, len(text) - 2) if text[i : i + 2].isascii())
+    expected = text[: text.index(stop)]
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, stop=stop)
+    outputs = llm.generate(["hello", "hello"], [params, replace(params, stop=None, max_tokens=2)])
+    (answer,) = outputs[0].outputs
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (expected, "stop", stop)
+    assert len(answer.token_ids) <= 60
+    assert len(outputs[1].outputs[0].token_ids) == 2
+    seen = list(llm.stream("hello", params))
+    assert all(expected.startswith(output.outputs[0].text) for output in seen)
+    assert seen[-1].outputs == [answer]
+    (included,) = llm.generate("hello", replace(params, include_stop_str_in_output=True))[0].outputs
+    assert (included.text, included.token_ids) == (expected + stop, answer.token_ids)
+
+
+def test_a_stop_string_met_while_another_thread_steps_ends_the_stream(llm):
+    """The text is made where the token comes, and not only where its owner looks."""
+    text = llm.generate("hello", replace(GREEDY, max_tokens=40))[0].outputs[0].text
+    stop = next(c for c in text[6:] if c.isascii())
+    stopped = replace(GREEDY, max_tokens=110, stop=stop)
+    stream = llm.stream("hello", stopped)
+    next(stream)
+    llm.generate([5, 6], replace(GREEDY, max_tokens=60))
+    (*_, last) = stream
+    assert last.outputs == llm.generate("hello", stopped)[0].outputs
+    assert last.outputs[0].finish_reason == "stop"
+
+
+def test_n_answers_have_the_seeds_from_the_given_one_on(llm):
+    """SA-04: and the last seed's successor is 0."""
+    last = 2**63 - 1
+    params = SamplingParams(seed=last, max_tokens=12, ignore_eos=True)
+    alone = [llm.generate("hello", replace(params, seed=seed))[0] for seed in (last, 0, 1)]
+    three, one = llm.generate(["hello", "world"], [replace(params, n=3), params])
+    assert [answer.token_ids for answer in three.outputs] == token_ids(alone)
+    assert [answer.index for answer in three.outputs] == [0, 1, 2]
+    assert (three.finished, three.prompt, len(one.outputs)) == (True, "hello", 1)
+    seen = list(llm.stream("hello", replace(params, n=3)))
+    assert seen[-1].outputs == three.outputs
+    assert seen[-1].finished
+    assert not any(output.finished for output in seen[:-1])
+    free = llm.generate("hello", replace(params, n=3, seed=None))[0].outputs
+    assert len({tuple(answer.token_ids) for answer in free}) == 3
+
+
+def test_later_answers_find_the_prompt_of_the_first_in_the_cache(model):
+    """One row: the first answer's prompt has settled when the second is admitted, 16 of its 20 tokens in full blocks."""
+    with make_llm(model, max_num_seqs=1) as llm:
+        params = SamplingParams(max_tokens=3, ignore_eos=True, n=3)
+        (output,) = llm.generate([5 + n for n in range(20)], params)
+        assert [len(answer.token_ids) for answer in output.outputs] == [3, 3, 3]
+        assert output.cached_tokens == 0
+        assert llm.snapshot()["prefix_cache_hits"] == 2 * 16
+        assert_idle(llm)
+
+
+def test_aborting_a_request_ends_all_of_its_answers(llm):
+    """O-07."""
+    params = SamplingParams(max_tokens=100, ignore_eos=True, n=2)
+    stream = llm.stream([5, 6], params, request_id="mine")
+    next(stream)
+    with pytest.raises(ValueError, match="request_id 'mine' is in use"):
+        next(llm.stream([6], GREEDY, request_id="mine"))
+    llm.abort("mine")
+    (*_, last) = stream
+    assert [answer.finish_reason for answer in last.outputs] == ["abort", "abort"]
+    assert_idle(llm)
+    for output in llm.stream([5, 6], params):
+        if sum(len(answer.token_ids) for answer in output.outputs) >= 3:
+            break
+
+
+def test_each_of_n_answers_takes_a_place_in_the_queue(model, monkeypatch):
+    with make_llm(model) as llm:
+        monkeypatch.setattr(llm._engine, "_max_live", 3)
+        (output,) = llm.generate([5], SamplingParams(max_tokens=2, ignore_eos=True, n=7))
+        assert [len(answer.token_ids) for answer in output.outputs] == [2] * 7
+        assert_idle(llm)
+        scheduler = llm._engine._engine._scheduler_loop._scheduler
+        full = replace(scheduler.config, max_waiting=5)
+        monkeypatch.setattr(scheduler, "config", full)
+        with pytest.raises(RuntimeError, match="the queue holds 5"):
+            list(llm.stream([5], SamplingParams(max_tokens=100, ignore_eos=True, n=12)))
+        assert_idle(llm)
+
+
+def test_without_detokenizing_ids_come_alone(llm):
+    """O-08."""
+    (with_text,) = llm.generate("hello", GREEDY)[0].outputs
+    (ids_alone,) = llm.generate("hello", replace(GREEDY, detokenize=False))[0].outputs
+    assert with_text.text
+    assert ids_alone == replace(with_text, text="")
 
 
 # ---------------------------------------------------------------- streaming
