@@ -12,6 +12,7 @@ def run_of_tile(start_loc, num_runs, tile, TILE: tl.constexpr):
 
     Run i holds rows [start_loc[i], start_loc[i + 1]); its first tile is start_loc[i] // TILE + i, which leaves every
     run room for its ceil(rows / TILE) tiles and depends on nothing that the host would have to fetch from the device.
+    Tiles behind a run's last row are those of nobody.
     """
     low = 0
     high = num_runs

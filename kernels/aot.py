@@ -20,6 +20,7 @@ from triton.compiler import ASTSource, compile
 from triton.runtime import JITFunction
 
 from .block_table_gather import _block_table_gather_kernel
+from .grouped_gemm import _grouped_gemm_kernel, grouped_gemm_config
 from .kv_write import _kv_write_kernel
 from .paged_attention import LOG2_E, _paged_attention_kernel, paged_attention_config
 from .slot_mapping import _slot_mapping_kernel
@@ -88,6 +89,21 @@ def attention_configuration(
     if softcap:
         name += f" softcap {softcap:g}"
     return name, _paged_attention_kernel, signature, constants, options
+
+
+def grouped_gemm_configuration(*, dtype: str, num_experts: int, n: int, k: int) -> Configuration:
+    """(name, kernel, signature, constants, options) of the experts' product, for any number of rows."""
+    config = grouped_gemm_config(itemsize=_ITEMSIZE[dtype])
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {**config, "NUM_EXPERTS": num_experts, "N": n, "K": k, "WIDE_DOT": False}
+    signature = {
+        **dict.fromkeys(("x", "weight", "out"), f"*{dtype}"),
+        "expert_start_loc": "*i32",
+        **dict.fromkeys(("x_stride", "out_stride"), "i64"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    name = f"grouped_gemm {dtype} {num_experts} experts {n} x {k}"
+    return name, _grouped_gemm_kernel, signature, constants, options
 
 
 def configurations() -> Iterator[Configuration]:
@@ -169,6 +185,9 @@ def configurations() -> Iterator[Configuration]:
     yield attention_configuration(  # Llama 4's chunks
         dtype="fp32", num_tokens=32, num_reqs=32, group=5, head_dim=128, chunk=8192
     )
+    # Qwen3-30B-A3B's gate and up; and, where it must not become tf32, a third of its columns
+    yield grouped_gemm_configuration(dtype="bf16", num_experts=128, n=1536, k=2048)
+    yield grouped_gemm_configuration(dtype="fp32", num_experts=128, n=2048, k=256)
 
 
 def every_attention_shape() -> Iterator[Configuration]:

@@ -5,11 +5,8 @@
     first = 0;  with a window max(0, position - window + 1);  with chunks position // chunk * chunk
     with a soft cap the scores are softcap * tanh(scale * q . K / softcap), before any of them is masked
 
-program_id(0) is a tile of query tokens, counted over all requests: request i's tiles start at
-query_start_loc[i] // TILE_TOKENS + i, which leaves every request room for ceil(query_len / TILE_TOKENS) of them and
-depends on nothing that the host would have to fetch from the device; a program finds its request by bisection, and one
-without work returns. program_id(1) is (KV head, tile of the heads of its group). A tile's rows are (token, head).
-Keys come BLOCK_N at a time, each key's page looked up on its own, so a page may have any size. A tile begins at the
+program_id(0) is a tile of query tokens, counted over all requests as `run_of_tile` says; a program without work returns.
+program_id(1) is (KV head, tile of the heads of its group). A tile's rows are (token, head). Keys come BLOCK_N at a time, each key's page looked up on its own, so a page may have any size. A tile begins at the
 first key that its first token sees and ends at the last that its last token sees. What lies outside (NaN in pages used
 before, blocks that the window has left, their stale table entries, junk, block 0) is never touched; what a single row
 of the tile does not see is masked in its scores.
@@ -34,24 +31,10 @@ import triton
 import triton.language as tl
 
 from ._checks import check_cache, check_int_tensors, is_packed
+from ._tiles import run_of_tile
 
 LOG2_E = math.log2(math.e)
 MAX_HEADS_A_TILE = 64
-
-
-@triton.jit
-def _request_of_tile(query_start_loc, num_reqs, tile, TILE_TOKENS: tl.constexpr):
-    """The last batch_index whose first tile is not behind `tile`."""
-    low = 0
-    high = num_reqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        first_tile = tl.load(query_start_loc + middle) // TILE_TOKENS + middle
-        if first_tile <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @triton.jit
@@ -116,7 +99,7 @@ def _paged_attention_kernel(
     kv_head = tl.program_id(1) // head_tiles
     first_head = (tl.program_id(1) % head_tiles) * HEADS  # within the group
 
-    batch_index = _request_of_tile(query_start_loc, num_reqs, tile, TILE_TOKENS)
+    batch_index = run_of_tile(query_start_loc, num_reqs, tile, TILE_TOKENS)
     start = tl.load(query_start_loc + batch_index)
     query_len = tl.load(query_start_loc + batch_index + 1) - start
     first_token = (tile - (start // TILE_TOKENS + batch_index)) * TILE_TOKENS
