@@ -5,11 +5,12 @@
     first = 0;  with a window max(0, position - window + 1);  with chunks position // chunk * chunk
     with a soft cap the scores are softcap * tanh(scale * q . K / softcap), before any of them is masked
 
-program_id(0) is a tile of query tokens, counted over all requests as `run_of_tile` says; a program without work returns.
-program_id(1) is (KV head, tile of the heads of its group). A tile's rows are (token, head). Keys come BLOCK_N at a time, each key's page looked up on its own, so a page may have any size. A tile begins at the
-first key that its first token sees and ends at the last that its last token sees. What lies outside (NaN in pages used
-before, blocks that the window has left, their stale table entries, junk, block 0) is never touched; what a single row
-of the tile does not see is masked in its scores.
+program_id(0) is a tile of query tokens, counted over all requests as `run_of_tile` says; one without work returns.
+program_id(1) is (KV head, tile of the heads of its group). A tile's rows are (token, head). Keys come BLOCK_N at a
+time, each key's page looked up on its own, so a page may have any size. A tile begins at the first key that its first
+token sees and ends at the last that its last token sees. What lies outside (NaN in pages used before, blocks that the
+window has left, their stale table entries, junk, block 0) is never touched; what a single row of the tile does not see
+is masked in its scores.
 
 WINDOW, CHUNK and CAP_LOG2 are compiled in: attention without them then pays nothing for them, and a chunk that is a
 power of two needs no division. The model fixes them for each layer, so warm-up, which runs every layer on a prefill and
