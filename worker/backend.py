@@ -1,4 +1,4 @@
-"""Which kernels this rank runs: Triton's on a GPU, their Numba twins on a CPU.
+"""Which kernels this rank runs: Triton's on a GPU, their twins on a CPU.
 
 The one file that imports either side, and only the side that is asked for: a GPU machine may lack Numba, and Triton
 decides once, when a kernel file is imported, whether it compiles or interprets. Owns the choice; the kernels' shapes
@@ -19,12 +19,19 @@ import torch
 from .config import KERNEL_BACKENDS
 
 Launcher = Callable[..., None]
-_KERNELS = ("token_inputs", "block_table_gather", "slot_mapping", "kv_write", "paged_attention")
+_KERNELS = (
+    "token_inputs",
+    "block_table_gather",
+    "slot_mapping",
+    "kv_write",
+    "paged_attention",
+    "grouped_gemm",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """The five kernels behind one set of names; each takes what the file of its name in kernels/ says.
+    """The kernels behind one set of names; each takes what the file of its name in kernels/ says.
 
     name: "triton" or "cpu".
     uses_mirror: the kernels read tensors on the device, so that the tables need a mirror there (`device_mirror.py`);
@@ -38,6 +45,7 @@ class Backend:
     slot_mapping: Launcher
     kv_write: Launcher
     paged_attention: Launcher
+    grouped_gemm: Launcher
 
 
 def select_backend(
@@ -46,7 +54,7 @@ def select_backend(
     """Choose and import the kernels for a device.
 
     Units: num_threads is the CPU twins' threads in this process, set whenever they are chosen; Triton ignores it.
-    Example: ("auto", "cuda") -> Triton; ("auto", "cpu") -> the Numba twins; ("triton", "cpu") -> Triton interpreted,
+    Example: ("auto", "cuda") -> Triton; ("auto", "cpu") -> the CPU twins; ("triton", "cpu") -> Triton interpreted,
         only under TRITON_INTERPRET=1.
     Raises: ValueError in one sentence if the choice is unknown, cannot run on the device or is not installed.
     """
@@ -94,7 +102,7 @@ def _import_kernels(folder: str, needs: str) -> dict[str, Launcher]:
 
 
 def _with_arrays(twin: Launcher) -> Launcher:
-    """Let a Numba twin take torch tensors: it sees their memory, nothing is copied."""
+    """Let a CPU twin take torch tensors: it sees their memory, nothing is copied."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         if args and isinstance(args[0], np.ndarray):
