@@ -271,8 +271,12 @@ def plan_engine(
     )
     model_config = ModelConfig.from_folder(model_dir)
     check_tensor_parallel_size(model_config, options.tensor_parallel_size)
-    longest = model_config.max_position_embeddings
-    max_model_len = longest if options.max_model_len is None else options.max_model_len
+    longest = model_config.longest_model_len
+    max_model_len = (
+        model_config.max_position_embeddings
+        if options.max_model_len is None
+        else options.max_model_len
+    )
     if max_model_len > longest:
         raise ValueError(
             f"max_model_len must be at most {longest}, the positions that {options.model} knows, "

@@ -1,14 +1,36 @@
 """The architectures that rowcast runs, and what each name means beyond what config.json says.
 
-One row an architecture, read by `model_config.py` alone: the decoder knows switches, not names.
+One row an architecture, read by `model_config.py`, `layer_kinds.py` and `rope.py` alone: the decoder knows switches,
+not names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
+
+
+class Windows(Enum):
+    """Which layers see a sliding window, where config.json does not name every layer's type."""
+
+    NONE = "no layer"
+    ALL = "all, if there is a sliding_window"
+    ALTERNATING = "the first, the third and so on"
+    PATTERN = "all but each sliding_window_pattern-th"
+    UPPER = "from max_window_layers on, if use_sliding_window"
+    UNROTATED = "those without RoPE, if use_sliding_window"
+
+
+class QKNorm(Enum):
+    """How queries and keys are normalized before they turn."""
+
+    NONE = "not"
+    HEAD = "each head for itself, all by one weight"
+    EACH_HEAD = "each head for itself, by its own weight"
+    ALL_HEADS = "all heads together"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,28 +38,46 @@ class Architecture:
     """What transformers' class of this name does, whatever config.json says.
 
     defaults: the class's own values, for keys that a config.json may leave out.
+    computes: of the keys that others must leave neutral (`model_config.NEUTRAL_VALUES`), those that this one reads.
     activation_key: where config.json names the MLP's activation.
-    thetas: layer_types that may stand in config.json -> the RoPE base of such layers where it names none.
-    head_norms: q and k are normalized per head before they turn.
-    sandwich_norms: what attention and MLP give is normalized once more before it is added.
+    windows: which layers see a window.
+    rope_theta: the RoPE base where config.json names none.
+    sliding_rope_theta: that of sliding layers, where they have a RoPE of their own.
+    partial_rotary: partial_rotary_factor is heeded.
+    qkv_bias: q, k and v have biases, whatever attention_bias says.
+    qk_norm: as in `QKNorm`.
+    pre_norms: what goes into attention and MLP is normalized.
+    post_norms: what attention and MLP give is normalized before it is added.
+    layer_norms: norms take the mean off and have a bias; otherwise they are root-mean-square norms.
     offset_norms: norm weights are stored as their difference from 1.
+    wide_norms: norms are scaled in float32 and then rounded to the model's dtype, not the other way round.
     scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
+    fused_projections: q, k and v are stored as one matrix, and so are gate and up.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    computes: frozenset[str] = frozenset()
     activation_key: str = "hidden_act"
-    thetas: Mapping[str, float] = field(
-        default_factory=lambda: MappingProxyType({"full_attention": 10_000.0})
-    )
-    head_norms: bool = False
-    sandwich_norms: bool = False
+    windows: Windows = Windows.NONE
+    rope_theta: float = 10_000.0
+    sliding_rope_theta: float | None = None
+    partial_rotary: bool = False
+    qkv_bias: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
+    pre_norms: bool = True
+    post_norms: bool = False
+    layer_norms: bool = False
     offset_norms: bool = False
+    wide_norms: bool = False
     scaled_embeddings: bool = False
+    fused_projections: bool = False
 
+
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "LlamaForCausalLM": Architecture(defaults={"hidden_act": "silu"}),
+        "LlamaForCausalLM": Architecture(defaults={"hidden_act": "silu"}, computes=_BIASES),
         "Gemma3ForCausalLM": Architecture(
             defaults={
                 "eos_token_id": 1,
@@ -48,11 +88,15 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "sliding_window_pattern": 6,
                 "tie_word_embeddings": True,
             },
+            computes=frozenset({"attention_bias", "query_pre_attn_scalar"}),
             activation_key="hidden_activation",
-            thetas={"full_attention": 1_000_000.0, "sliding_attention": 10_000.0},
-            head_norms=True,
-            sandwich_norms=True,
+            windows=Windows.PATTERN,
+            rope_theta=1_000_000.0,
+            sliding_rope_theta=10_000.0,
+            qk_norm=QKNorm.HEAD,
+            post_norms=True,
             offset_norms=True,
+            wide_norms=True,
             scaled_embeddings=True,
         ),
     }

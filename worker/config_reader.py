@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 
 class ConfigReader:
@@ -16,31 +16,40 @@ class ConfigReader:
         self.where = where
         self.values = values
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.values.get(key)
         if value is None:
             value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            got = "nothing" if value is None else short(value)
-            raise ValueError(f"{self.where}: {key} must be an integer, at least 1, got {got}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"{self.where}: {key} must be an integer, at least {least}, got {_got(value)}"
+            )
         return value
 
-    def real(self, key: str, default: float) -> float:
+    def real(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if not _is_positive(value):
+            raise ValueError(f"{self.where}: {key} must be a number above 0, got {_got(value)}")
+        return float(value)
+
+    def reals(self, key: str, count: int) -> tuple[float, ...]:
+        values = self.values.get(key)
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(map(_is_positive, values))
+        ):
+            raise ValueError(
+                f"{self.where}: {key} must be a list of {count} numbers above 0, got {_got(values)}"
+            )
+        return tuple(map(float, values))
+
+    def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)
         if value is None:
             return default
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 < value < math.inf
-        ):
-            raise ValueError(f"{self.where}: {key} must be a number above 0, got {short(value)}")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return False
         if not isinstance(value, bool):
             raise ValueError(f"{self.where}: {key} must be true or false, got {short(value)}")
         return value
@@ -79,6 +88,14 @@ def short(value: Any) -> str:
     """A JSON value as it may stand in a sentence."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _got(value: Any) -> str:
+    return "nothing" if value is None else short(value)
+
+
+def _is_positive(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

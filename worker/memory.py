@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from .architectures import QKNorm
 from .config import WorkerConfig
 from .kv_cache import DEFAULT_CPU_BYTES
 from .model_config import ModelConfig
@@ -62,7 +63,7 @@ def activation_bytes(config: WorkerConfig, model: ModelConfig, shard: Shard, ite
     heads = shard.heads
     num_q, num_kv = len(heads.q_heads), len(heads.kv_heads)
     attention = (3 * num_q + 5 * num_kv) * model.head_dim * itemsize
-    if model.head_norms:
+    if model.qk_norm is not QKNorm.NONE:
         attention += (num_q + num_kv) * model.head_dim * (3 * 4 + itemsize)
     a_token = model.hidden_size * (2 * itemsize + 3 * 4 + (1 + config.world_size) * itemsize) + max(
         attention, 4 * len(shard.mlp_columns) * itemsize

@@ -11,31 +11,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .architectures import ARCHITECTURES
+from .architectures import ARCHITECTURES, QKNorm, Windows
 from .config_reader import ConfigReader, read_json, short
 from .layer_kinds import LayerKind, read_layer_kinds
 
 TORCH_DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
-# Keys of config.json that change what a decoder computes, and the values under which they change nothing here.
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+# Keys of config.json that change what a decoder computes, and the values under which they change nothing. An
+# architecture that reads a key has it in its `computes`.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
     "attention_chunk_size": (None, 0),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
     "compression_config": (None,),
     "embedding_multiplier": (None, 1, 1.0),
     "final_logit_softcapping": (None,),
     "logits_scaling": (None, 1, 1.0),
+    "mlp_bias": (None, False),
     "no_rope_layer_interval": (None, 0),
+    "no_rope_layers": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
-    "partial_rotary_factor": (None, 1, 1.0),
+    "qk_layernorm": (None, False),
     "quantization_config": (None,),
+    "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1, 1.0),
     "rope_interleaved": (None, False),
     "use_bidirectional_attention": (None, False),
+    "use_parallel_residual": (None, False),
     "use_qk_norm": (None, False),
+    "use_qkv_bias": (None, False),
+    "use_sliding_window": (None, False),
 }
 
 
@@ -46,7 +55,10 @@ class ModelConfig:
     Units: every size counts items of the whole model, not of a rank. max_position_embeddings is tokens.
     layers: what sets each layer's attention apart. torch_dtype: the checkpoint's, one of TORCH_DTYPES. eos_token_ids:
     every id that ends a request, possibly none. activation: the MLP's, one of ACTIVATIONS. attention_scale: what
-    q . k is multiplied by. head_norms, sandwich_norms, offset_norms: as in `Architecture`.
+    q . k is multiplied by. attention_softcap, logits_softcap: c * tanh(x / c) of the scores, of the logits; 0 is off.
+    residual_scale: what attention's and MLP's results are multiplied by before they are added. logits_divisor: what
+    logits are divided by. parallel_residual: attention and MLP see the same input, and both are added at once.
+    qk_norm, pre_norms, post_norms, layer_norms, offset_norms, wide_norms, fused_projections: as in `Architecture`.
     """
 
     architecture: str
@@ -58,22 +70,38 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     attention_scale: float
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     activation: str = "silu"
     embedding_scale: float = 1.0
-    head_norms: bool = False
-    sandwich_norms: bool = False
+    residual_scale: float = 1.0
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    logits_divisor: float = 1.0
+    parallel_residual: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
+    pre_norms: bool = True
+    post_norms: bool = False
+    layer_norms: bool = False
     offset_norms: bool = False
+    wide_norms: bool = False
+    fused_projections: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def longest_model_len(self) -> int:
+        """Tokens up to which the model may be used: some RoPEs stretch beyond max_position_embeddings."""
+        said = self.max_position_embeddings
+        return min((kind.rope.reach(said) for kind in self.layers if kind.rope), default=said)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -89,9 +117,10 @@ class ModelConfig:
         architecture = ARCHITECTURES[name]
         values = {**architecture.defaults, **said}
         reader = ConfigReader(path, values)
-        for key, neutral in _NEUTRAL_VALUES.items():
-            reader.refuse_unless(key, neutral)
-        if "sliding_attention" not in architecture.thetas:
+        for key, neutral in NEUTRAL_VALUES.items():
+            if key not in architecture.computes:
+                reader.refuse_unless(key, neutral)
+        if architecture.windows is Windows.NONE:
             reader.refuse_unless("sliding_window", (None,))
         reader.refuse_unless(architecture.activation_key, ACTIVATIONS)
         hidden_size = reader.size("hidden_size")
@@ -110,9 +139,21 @@ class ModelConfig:
         if head_dim % 2:
             raise ValueError(f"{path}: head_dim must be even for rotary positions, got {head_dim}")
         vocab_size = reader.size("vocab_size")
+        attention_bias = reader.flag("attention_bias")
+        scale = head_dim**-0.5
+        if "query_pre_attn_scalar" in architecture.computes:
+            scale = reader.real("query_pre_attn_scalar") ** -0.5
+        elif "attention_multiplier" in architecture.computes:
+            scale = reader.real("attention_multiplier")
+        attention_bias = reader.flag("attention_bias")
+        scale = head_dim**-0.5
+        if "query_pre_attn_scalar" in architecture.computes:
+            scale = reader.real("query_pre_attn_scalar") ** -0.5
+        elif "attention_multiplier" in architecture.computes:
+            scale = reader.real("attention_multiplier")
         return cls(
             architecture=name,
-            layers=read_layer_kinds(reader, architecture),
+            layers=read_layer_kinds(reader, architecture, head_dim),
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -120,21 +161,43 @@ class ModelConfig:
             intermediate_size=reader.size("intermediate_size"),
             vocab_size=vocab_size,
             max_position_embeddings=reader.size("max_position_embeddings"),
-            rms_norm_eps=reader.real("rms_norm_eps", 1e-6),
-            attention_scale=reader.real("query_pre_attn_scalar", head_dim) ** -0.5,
+            norm_eps=(
+                reader.real("layer_norm_eps", 1e-5)
+                if architecture.layer_norms
+                else reader.real("rms_norm_eps", 1e-6)
+            ),
+            attention_scale=scale,
             tie_word_embeddings=reader.flag("tie_word_embeddings"),
-            attention_bias=reader.flag("attention_bias"),
-            mlp_bias=reader.flag("mlp_bias"),
             torch_dtype=_torch_dtype(path, values),
             eos_token_ids=_eos_token_ids(
                 {generation_path: generation, path: values}, vocab_size=vocab_size
             ),
+            qkv_bias=architecture.qkv_bias or attention_bias or reader.flag("use_qkv_bias"),
+            output_bias=attention_bias,
+            mlp_bias=reader.flag("mlp_bias"),
             activation=values[architecture.activation_key],
-            embedding_scale=hidden_size**0.5 if architecture.scaled_embeddings else 1.0,
-            head_norms=architecture.head_norms,
-            sandwich_norms=architecture.sandwich_norms,
+            embedding_scale=(
+                hidden_size**0.5
+                if architecture.scaled_embeddings
+                else reader.real("embedding_multiplier", 1.0)
+            ),
+            residual_scale=reader.real("residual_multiplier", 1.0),
+            attention_softcap=_softcap(reader, "attn_logit_softcapping"),
+            logits_softcap=_softcap(reader, "final_logit_softcapping"),
+            logits_divisor=reader.real("logits_scaling", 1.0),
+            parallel_residual=reader.flag("use_parallel_residual"),
+            qk_norm=QKNorm.EACH_HEAD if reader.flag("qk_layernorm") else architecture.qk_norm,
+            pre_norms=architecture.pre_norms,
+            post_norms=architecture.post_norms,
+            layer_norms=architecture.layer_norms,
             offset_norms=architecture.offset_norms,
+            wide_norms=architecture.wide_norms,
+            fused_projections=architecture.fused_projections,
         )
+
+
+def _softcap(reader: ConfigReader, key: str) -> float:
+    return 0.0 if reader.values.get(key) is None else reader.real(key)
 
 
 def _architecture(path: Path, values: Mapping[str, Any]) -> str:

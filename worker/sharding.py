@@ -31,6 +31,10 @@ class HeadShard:
         """Query heads per KV head on this rank."""
         return len(self.q_heads) // len(self.kv_heads)
 
+    def counts_kv(self, group: int) -> bool:
+        """Of the ranks that hold these KV heads, whether this is the first; group is the whole model's."""
+        return self.q_heads.start == self.kv_heads.start * group
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
@@ -111,7 +115,7 @@ def vocab_rows_of_ranks(config: ModelConfig, world_size: int) -> tuple[range, ..
 def attention_parameters(config: ModelConfig, heads: HeadShard) -> int:
     """The numbers one layer's attention holds on a rank: q, k, v and output projections, and q, k, v biases."""
     q, kv = len(heads.q_heads), 2 * len(heads.kv_heads)
-    bias = (q + kv) * config.head_dim if config.attention_bias else 0
+    bias = (q + kv) * config.head_dim if config.qkv_bias else 0
     return (2 * q + kv) * config.head_dim * config.hidden_size + bias
 
 

@@ -6,8 +6,9 @@ import pytest
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec
 from rowcast.worker.layer_groups import layers_in_group, split_layers
 from rowcast.worker.layer_kinds import LayerKind
+from rowcast.worker.rope import Rope
 
-FULL = LayerKind(rope_theta=1e6)
+FULL = LayerKind(rope=Rope(theta=1e6))
 WINDOW = LayerKind(attention=AttentionKind.SLIDING_WINDOW, window=512)
 CHUNK = LayerKind(attention=AttentionKind.CHUNKED, window=512)
 
@@ -59,7 +60,7 @@ def test_gemmas_layers_are_six_groups_of_three():
 
 def test_layers_that_turn_differently_see_the_same():
     """A RoPE base changes what is stored, not where."""
-    (group,) = split(FULL, LayerKind(rope_theta=500.0))
+    (group,) = split(FULL, LayerKind(rope=Rope(theta=500.0)))
     assert group.layers == (0, 1)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rowcast.tests.worker.test_sharding import SMOLLM2
+from rowcast.worker.architectures import QKNorm
 from rowcast.worker.config import WorkerConfig
 from rowcast.worker.memory import activation_bytes, kv_cache_bytes
 from rowcast.worker.sharding import shard_of_rank
@@ -66,8 +67,8 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken(device, where):
 
 def test_normalized_heads_count_while_they_are_wide():
     """q and k once more in the model's dtype and three times in float32, for each of a step's tokens."""
-    normed = replace(SMOLLM2, head_norms=True, intermediate_size=8)
-    plain = replace(normed, head_norms=False)
+    normed = replace(SMOLLM2, qk_norm=QKNorm.HEAD, intermediate_size=8)
+    plain = replace(normed, qk_norm=QKNorm.NONE)
     more = (9 + 3) * 64 * (3 * 4 + 2)
     step = config(max_num_batched_tokens=100)
     shard = shard_of_rank(normed, 0, 1)

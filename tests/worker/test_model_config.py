@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from rowcast.scheduler.kv_groups import AttentionKind
+from rowcast.worker.architectures import QKNorm
 from rowcast.worker.layer_kinds import LayerKind
 from rowcast.worker.model_config import ModelConfig
+from rowcast.worker.rope import Rope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,14 +54,15 @@ def test_sizes_and_defaults_come_from_config_json(tmp_path: Path):
     config = ModelConfig.from_folder(folder_with(tmp_path))
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 6, 3)
     assert config.head_dim == 48 // 6
-    assert config.layers == (LayerKind(rope_theta=10000.0),) * 2
+    assert config.layers == (LayerKind(rope=Rope(theta=10000.0)),) * 2
     assert config.attention_scale == 8**-0.5
     assert config.activation == "silu"
     assert config.embedding_scale == 1.0
-    switches = (config.head_norms, config.sandwich_norms, config.offset_norms)
-    assert switches == (False, False, False)
+    assert config.qk_norm is QKNorm.NONE
+    assert (config.pre_norms, config.post_norms, config.offset_norms) == (True, False, False)
     assert not config.tie_word_embeddings
-    assert not config.attention_bias
+    assert not config.qkv_bias
+    assert not config.output_bias
     assert config.torch_dtype == "float32"
     absent = folder_with(
         tmp_path, num_key_value_heads="absent", head_dim=10, torch_dtype="bfloat16"
@@ -80,25 +83,26 @@ def test_sizes_and_defaults_come_from_config_json(tmp_path: Path):
 )
 def test_the_rope_base_is_found_where_old_and_new_configs_put_it(tmp_path: Path, said):
     config = ModelConfig.from_folder(folder_with(tmp_path, **said))
-    assert [layer.rope_theta for layer in config.layers] == [500.0] * 2
+    assert [layer.rope for layer in config.layers] == [Rope(theta=500.0)] * 2
 
 
 def window(length: int, theta: float = 10_000.0) -> LayerKind:
-    return LayerKind(attention=AttentionKind.SLIDING_WINDOW, window=length, rope_theta=theta)
+    return LayerKind(attention=AttentionKind.SLIDING_WINDOW, window=length, rope=Rope(theta=theta))
 
 
 def test_gemmas_defaults_are_those_of_its_class_in_transformers(tmp_path: Path):
     """Published folders leave keys out: an untied head, or another head_dim, would load and talk nonsense."""
     config = ModelConfig.from_folder(folder_with(tmp_path, GEMMA))
-    full = LayerKind(rope_theta=1e6)
+    full = LayerKind(rope=Rope(theta=1e6))
     assert config.layers == (window(32), full) * 2
     assert config.head_dim == 256
     assert config.attention_scale == 256**-0.5
     assert config.embedding_scale == 48**0.5
     assert config.activation == "gelu_pytorch_tanh"
     assert config.tie_word_embeddings
-    assert config.head_norms
-    assert config.sandwich_norms
+    assert config.qk_norm is QKNorm.HEAD
+    assert config.pre_norms
+    assert config.post_norms
     assert config.offset_norms
     assert config.eos_token_ids == (1,)
     rare = folder_with(tmp_path, GEMMA, sliding_window="absent", sliding_window_pattern="absent")
@@ -124,7 +128,7 @@ def test_sliding_layers_have_their_own_rope_base(tmp_path: Path, said):
     config = ModelConfig.from_folder(
         folder_with(tmp_path, GEMMA, layer_types=types, query_pre_attn_scalar=168, **said)
     )
-    full, sliding = LayerKind(rope_theta=500.0), window(32, 50.0)
+    full, sliding = LayerKind(rope=Rope(theta=500.0)), window(32, 50.0)
     assert config.layers == (full, sliding, sliding, full)
     assert config.attention_scale == 168**-0.5
 
@@ -144,8 +148,52 @@ def test_eos_ids_are_those_of_both_files(tmp_path: Path):
     [
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "architecture Qwen3MoeForCausalLM is not"),
         ({"architectures": "absent"}, "architecture nothing"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 'RoPE type "llama3"'),
-        ({"rope_parameters": {"rope_type": "yarn"}}, 'rope_parameters asks for RoPE type "yarn"'),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 8.0}},
+            'rope_scaling asks for RoPE type "proportional"; rowcast supports default, linear',
+        ),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, 'asks for RoPE type ["yarn"]'),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope_parameters: factor must be a number above 0, got nothing",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}},
+            "rope_scaling has mrope_section, which rowcast does not compute in RoPE type linear",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_theta": 5.0},
+            },
+            "rope_scaling and rope_parameters say different things",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "low_freq_factor 4 must be below high_freq_factor 4",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0]}},
+            "long_factor must be a list of 4 numbers above 0, got [1.0]",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 8,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                },
+            },
+            "rope_scaling has original_max_position_embeddings 16, beside it stands 8",
+        ),
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling has factor and no rope_type"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
@@ -203,12 +251,8 @@ def test_what_would_be_ignored_is_refused_by_name(tmp_path: Path, changes, named
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0"),
         ({"rope_local_base_freq": -1}, "rope_local_base_freq must be a number above 0, got -1"),
         (
-            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-            'rope_scaling asks for RoPE type "linear"',
-        ),
-        (
-            {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
-            'rope_parameters.full_attention asks for RoPE type "linear"',
+            {"rope_parameters": {FULL: {"rope_type": "linear"}}},
+            "rope_parameters.full_attention: factor must be a number above 0, got nothing",
         ),
         (
             {"rope_parameters": {SLIDING: {"factor": 8.0}}},

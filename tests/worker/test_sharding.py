@@ -10,6 +10,7 @@ from rowcast.worker.kv_cache import group_bytes
 from rowcast.worker.layer_groups import group_specs
 from rowcast.worker.layer_kinds import LayerKind
 from rowcast.worker.model_config import ModelConfig
+from rowcast.worker.rope import Rope
 from rowcast.worker.sharding import (
     attention_parameters,
     check_tensor_parallel_size,
@@ -22,7 +23,7 @@ from rowcast.worker.sharding import (
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",
-    layers=(LayerKind(rope_theta=100000.0),) * 30,
+    layers=(LayerKind(rope=Rope(theta=100000.0)),) * 30,
     hidden_size=576,
     num_heads=9,
     num_kv_heads=3,
@@ -30,11 +31,9 @@ SMOLLM2 = ModelConfig(
     intermediate_size=1536,
     vocab_size=49152,
     max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     attention_scale=64**-0.5,
     tie_word_embeddings=True,
-    attention_bias=False,
-    mlp_bias=False,
     torch_dtype="float32",
     eos_token_ids=(2,),
 )

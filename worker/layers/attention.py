@@ -9,17 +9,17 @@ from ..layer_kinds import LayerKind
 from ..parallel import TensorParallelGroup
 from ..sharding import HeadShard
 from .linear import Linear
-from .norm import RMSNorm
+from .norm import Norm
 from .rotary import rotate
 from .step_context import StepContext
 
 
 class Attention:
-    """q, k and v in one matrix; normalize heads; rotate; write k and v; attend; project; sum over ranks.
+    """q, k and v in one matrix; normalize; rotate; write k and v; attend; project; sum over ranks.
 
     Shapes: qkv maps hidden_size -> (q heads, then k heads, then v heads of this rank) * head_dim; output maps this
-        rank's q heads * head_dim -> hidden_size. output_bias [hidden_size] is added once, after the sum. qk_norm has
-        weights [q heads + k heads of this rank, head_dim].
+        rank's q heads * head_dim -> hidden_size. output_bias [hidden_size] is added once, after the sum. qk_norm takes
+        and gives [num_tokens, q heads + k heads of this rank, head_dim].
     """
 
     def __init__(
@@ -30,8 +30,9 @@ class Attention:
         heads: HeadShard,
         head_dim: int,
         scale: float,
+        softcap: float,
         qkv: Linear,
-        qk_norm: RMSNorm | None,
+        qk_norm: Norm | None,
         output: Linear,
         output_bias: torch.Tensor | None,
         parallel: TensorParallelGroup,
@@ -41,7 +42,8 @@ class Attention:
         self._num_kv = len(heads.kv_heads)
         self._head_dim = head_dim
         self._scale = scale
-        self._rope_theta = kind.rope_theta
+        self._softcap = softcap
+        self._rope = kind.rope
         self._window = kind.window if kind.attention is AttentionKind.SLIDING_WINDOW else 0
         self._chunk = kind.window if kind.attention is AttentionKind.CHUNKED else 0
         self._qkv = qkv
@@ -58,7 +60,8 @@ class Attention:
         qk = qkv[:, :num_rotated]
         if self._qk_norm is not None:
             qk = self._qk_norm(qk)
-        qk = rotate(qk, *step.rotations[self._rope_theta])
+        if self._rope is not None:
+            qk = rotate(qk, *step.rotations[self._rope])
         query, key, value = qk[:, : self._num_q], qk[:, self._num_q :], qkv[:, num_rotated:]
 
         batch, cache, layer = step.batch, step.kv_cache, self._layer
@@ -77,6 +80,7 @@ class Attention:
             out=attended,
             window=self._window,
             chunk=self._chunk,
+            softcap=self._softcap,
         )
         out = self._parallel.sum_(self._output(attended.view(num_tokens, -1)))
         return out if self._output_bias is None else out.add_(self._output_bias)

@@ -10,11 +10,12 @@ import torch
 from ..backend import Backend
 from ..input_batch import InputBatch
 from ..kv_cache import KVCache
+from ..rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
-    """rotations: RoPE base -> cos, sin of this step's positions, [num_tokens, 1, head_dim // 2] each.
+    """rotations: RoPE -> cos, sin of this step's positions, [num_tokens, 1, rotary_dim // 2] each.
 
     Shapes: the batch's as in `InputBatch`.
     """
@@ -22,4 +23,4 @@ class StepContext:
     batch: InputBatch
     kv_cache: KVCache
     backend: Backend
-    rotations: Mapping[float, tuple[torch.Tensor, torch.Tensor]]
+    rotations: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from ..architectures import QKNorm
 from ..backend import Backend
 from ..input_batch import InputBatch
 from ..kv_cache import KVCache
@@ -17,11 +18,13 @@ from ..layers.attention import Attention
 from ..layers.embedding import VocabEmbedding
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
+from ..layers.norm import AllHeadsRMSNorm, LayerNorm, Norm, RMSNorm
+from ..layers.rope_scaling import frequencies
 from ..layers.rotary import RotaryEmbedding
 from ..layers.step_context import StepContext
 from ..model_config import ModelConfig
 from ..parallel import TensorParallelGroup
+from ..rope import Rope
 from ..sharding import Shard, shard_of_rank
 from .weights import Checkpoint
 
@@ -32,17 +35,23 @@ _HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); sandwich norms stand between each result and its sum."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); what an architecture lacks of its norms is None.
+
+    Beside the norms of what goes in there may be some of what comes out, before the sum. residual_scale multiplies what
+    is added. parallel: the MLP sees what attention sees, and both are added at once.
+    """
 
     def __init__(
         self,
         *,
-        attention_norm: RMSNorm,
+        attention_norm: Norm | None,
         attention: Attention,
-        attention_out_norm: RMSNorm | None,
-        mlp_norm: RMSNorm,
-        mlp: GatedMLP,
-        mlp_out_norm: RMSNorm | None,
+        attention_out_norm: Norm | None,
+        mlp_norm: Norm | None,
+        mlp: Callable[[torch.Tensor], torch.Tensor],
+        mlp_out_norm: Norm | None,
+        residual_scale: float,
+        parallel: bool,
     ) -> None:
         self._attention_norm = attention_norm
         self._attention = attention
@@ -50,43 +59,61 @@ class DecoderLayer:
         self._mlp_norm = mlp_norm
         self._mlp = mlp
         self._mlp_out_norm = mlp_out_norm
+        self._residual_scale = residual_scale
+        self._parallel = parallel
 
     def __call__(self, hidden: torch.Tensor, step: StepContext) -> None:
         """Shapes: hidden [num_tokens, hidden_size], changed in place."""
-        attended = self._attention(self._attention_norm(hidden), step)
-        if self._attention_out_norm is not None:
-            attended = self._attention_out_norm(attended)
-        hidden.add_(attended)
-        fed = self._mlp(self._mlp_norm(hidden))
-        if self._mlp_out_norm is not None:
-            fed = self._mlp_out_norm(fed)
-        hidden.add_(fed)
+        x = _normed(self._attention_norm, hidden)
+        attended = self._attention(x, step)
+        if self._parallel:
+            fed = self._mlp(x)
+            self._add(hidden, _normed(self._attention_out_norm, attended))
+        else:
+            self._add(hidden, _normed(self._attention_out_norm, attended))
+            fed = self._mlp(_normed(self._mlp_norm, hidden))
+        self._add(hidden, _normed(self._mlp_out_norm, fed))
+
+    def _add(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        """Rounds the scaled part before it is added, as transformers does."""
+        hidden.add_(part if self._residual_scale == 1.0 else part.mul_(self._residual_scale))
+
+
+def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm(x)
 
 
 class Decoder:
-    """One rank's part of the model; ranks call it together. rotary: RoPE base -> its table."""
+    """One rank's part of the model; ranks call it together.
+
+    rotary: RoPE -> its table. logits_divisor, logits_softcap: as in `ModelConfig`.
+    """
 
     def __init__(
         self,
         *,
         embedding: VocabEmbedding,
-        rotary: Mapping[float, RotaryEmbedding],
+        rotary: Mapping[Rope, RotaryEmbedding],
         layers: Iterable[DecoderLayer],
-        norm: RMSNorm,
+        norm: Norm,
         head: Linear,
+        logits_divisor: float = 1.0,
+        logits_softcap: float = 0.0,
     ) -> None:
         self._embedding = embedding
         self._rotary = rotary
         self._layers = tuple(layers)
         self._norm = norm
         self._head = head
+        self._logits_divisor = logits_divisor
+        self._logits_softcap = logits_softcap
 
     def forward(self, batch: InputBatch, kv_cache: KVCache, backend: Backend) -> torch.Tensor:
         """Run every token of a step; its keys and values are in the cache afterwards.
 
         Shapes: returns hidden states [num_tokens, hidden_size] before the last norm, the same on every rank.
         """
-        rotations = {theta: rotary.at(batch.positions) for theta, rotary in self._rotary.items()}
+        rotations = {rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}
         step = StepContext(batch=batch, kv_cache=kv_cache, backend=backend, rotations=rotations)
         hidden = self._embedding(batch.input_ids)
         for layer in self._layers:
@@ -99,7 +126,12 @@ class Decoder:
         Shapes: hidden as `forward` returns it; logits_indices [num_sampling] int64 flat tokens; returns
             [num_sampling, vocabulary rows of this rank].
         """
-        return self._head(self._norm(hidden.index_select(0, logits_indices)))
+        logits = self._head(self._norm(hidden.index_select(0, logits_indices)))
+        if self._logits_divisor != 1.0:
+            logits.div_(self._logits_divisor)
+        if self._logits_softcap:
+            logits.div_(self._logits_softcap).tanh_().mul_(self._logits_softcap)
+        return logits
 
 
 def load_decoder(
@@ -137,22 +169,28 @@ def load_decoder(
             embedding, shard.vocab_rows, parallel, scale=config.embedding_scale
         ),
         rotary={
-            theta: RotaryEmbedding(
-                config.head_dim,
-                max_position=max_model_len,
-                theta=theta,
-                dtype=dtype,
-                device=device,
-            )
-            for theta in {kind.rope_theta for kind in config.layers}
+            rope: _rotary(rope, config.head_dim, max_model_len, dtype, device)
+            for rope in {kind.rope for kind in config.layers}
+            if rope is not None
         },
         layers=layers,
-        norm=loader.norm("model.norm.weight"),
+        norm=loader.norm("model.norm"),
         head=Linear(head),
+        logits_divisor=config.logits_divisor,
+        logits_softcap=config.logits_softcap,
     )
     checkpoint.refuse_unread(ignored=_changes_nothing)
     tell(steps)
     return decoder
+
+
+def _rotary(
+    rope: Rope, head_dim: int, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> RotaryEmbedding:
+    turns, factor = frequencies(rope, head_dim, max_model_len=max_model_len)
+    return RotaryEmbedding(
+        turns, factor=factor, max_position=max_model_len, dtype=dtype, device=device
+    )
 
 
 def _changes_nothing(name: str) -> bool:
@@ -187,26 +225,56 @@ class _Loader:
         self._checkpoint.read(name, (size,), out=out)
         return out
 
-    def norm(self, name: str) -> RMSNorm:
-        weight = self._norm_weight(name, self._config.hidden_size)
-        return RMSNorm(weight, self._config.rms_norm_eps)
+    def norm(self, name: str) -> Norm:
+        config = self._config
+        weight = self._norm_weight(f"{name}.weight", config.hidden_size)
+        if config.layer_norms:
+            bias = self._vector(f"{name}.bias", config.hidden_size)
+            return LayerNorm(weight, bias, config.norm_eps)
+        return RMSNorm(weight, config.norm_eps)
 
     def _norm_weight(self, name: str, size: int) -> torch.Tensor:
         """Offsets are rounded to the model's dtype and then added to 1 in float32, as transformers does."""
         weight = self._vector(name, size)
-        return weight.float().add_(1.0) if self._config.offset_norms else weight
+        if self._config.wide_norms:
+            weight = weight.float()
+        return weight.add_(1.0) if self._config.offset_norms else weight
 
-    def _qk_norm(self, attention: str) -> RMSNorm | None:
-        """One weight a head for q and k together: a single pass over both."""
+    def _qk_norm(self, attention: str) -> Norm | None:
+        """For q and k together: a single pass over both."""
         config, heads = self._config, self._shard.heads
-        if not config.head_norms:
+        if config.qk_norm is QKNorm.NONE:
             return None
-        query, key = (
-            self._norm_weight(f"{attention}.{name}.weight", config.head_dim)
-            for name in ("q_norm", "k_norm")
+        if config.qk_norm is QKNorm.EACH_HEAD:
+            names = [f"q_layernorm.norms.{head}" for head in heads.q_heads]
+            names += [f"k_layernorm.norms.{head}" for head in heads.kv_heads]
+            weights = [
+                self._norm_weight(f"{attention}.{name}.weight", config.head_dim) for name in names
+            ]
+            return LayerNorm(torch.stack(weights), None, config.norm_eps)
+        if config.qk_norm is QKNorm.HEAD:
+            query, key = (
+                self._norm_weight(f"{attention}.{name}.weight", config.head_dim)
+                for name in ("q_norm", "k_norm")
+            )
+            weights = [query] * len(heads.q_heads) + [key] * len(heads.kv_heads)
+            return RMSNorm(torch.stack(weights), config.norm_eps)
+        weights = []
+        for name, num_heads, mine in (
+            ("q_norm", config.num_heads, heads.q_heads),
+            ("k_norm", config.num_kv_heads, heads.kv_heads),
+        ):
+            whole = self._norm_weight(f"{attention}.{name}.weight", num_heads * config.head_dim)
+            weights.append(whole.view(num_heads, -1)[mine.start : mine.stop])
+        return AllHeadsRMSNorm(
+            torch.cat(weights),
+            config.norm_eps,
+            num_local_q=len(heads.q_heads),
+            num_q=config.num_heads,
+            num_kv=config.num_kv_heads,
+            counts_kv=heads.counts_kv(config.num_heads // config.num_kv_heads),
+            parallel=self._parallel,
         )
-        weights = [query] * len(heads.q_heads) + [key] * len(heads.kv_heads)
-        return RMSNorm(torch.stack(weights), config.rms_norm_eps)
 
     def vocab_rows(self, name: str) -> torch.Tensor:
         config, rows = self._config, self._shard.vocab_rows
@@ -214,8 +282,15 @@ class _Loader:
         self._checkpoint.read(name, (config.vocab_size, config.hidden_size), rows=rows, out=out)
         return out
 
-    def _column_parallel(self, parts: list[tuple[str, int, range]], *, bias: bool) -> Linear:
-        """Stack row ranges of several matrices into one; each part is (name, all its rows, this rank's rows)."""
+    def _column_parallel(
+        self, parts: list[tuple[str, int, range]], *, fused: str, bias: bool
+    ) -> Linear:
+        """Stack row ranges of several matrices into one; each part is (name, all its rows, this rank's rows).
+
+        fused: the name of the one matrix in which a checkpoint of fused_projections has them, one below the other.
+        """
+        if self._config.fused_projections:
+            parts = _below_one_another(fused, parts)
         size = sum(len(rows) for _, _, rows in parts)
         weight = self._empty(size, self._config.hidden_size)
         bias_vector = self._empty(size) if bias else None
@@ -246,59 +321,70 @@ class _Loader:
         return Linear(weight)
 
     def layer(self, layer: int) -> DecoderLayer:
-        config, shard, prefix = self._config, self._shard, f"model.layers.{layer}"
-        q_items, kv_items = (
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-        )
-        q_rows = _items(shard.heads.q_heads, config.head_dim)
-        kv_rows = _items(shard.heads.kv_heads, config.head_dim)
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        sandwich = config.sandwich_norms
+        config, prefix = self._config, f"model.layers.{layer}"
 
-        def norm(name: str) -> RMSNorm:
-            return self.norm(f"{prefix}.{name}.weight")
+        def norm(name: str, present: bool) -> Norm | None:
+            return self.norm(f"{prefix}.{name}") if present else None
 
+        # One name, two places: without norms of what comes out post_attention_layernorm is that of the MLP's input.
+        pre, post, parallel = config.pre_norms, config.post_norms, config.parallel_residual
         return DecoderLayer(
-            attention_norm=norm("input_layernorm"),
-            attention=Attention(
-                layer=layer,
-                kind=config.layers[layer],
-                heads=shard.heads,
-                head_dim=config.head_dim,
-                scale=config.attention_scale,
-                qkv=self._column_parallel(
-                    [
-                        (f"{attention}.q_proj", q_items, q_rows),
-                        (f"{attention}.k_proj", kv_items, kv_rows),
-                        (f"{attention}.v_proj", kv_items, kv_rows),
-                    ],
-                    bias=config.attention_bias,
-                ),
-                qk_norm=self._qk_norm(attention),
-                output=self._row_parallel(f"{attention}.o_proj", q_items, q_rows),
-                output_bias=self._output_bias(f"{attention}.o_proj", config.attention_bias),
-                parallel=self._parallel,
+            attention_norm=norm("input_layernorm", pre),
+            attention=self._attention(layer, f"{prefix}.self_attn"),
+            attention_out_norm=norm("post_attention_layernorm", post),
+            mlp_norm=norm(
+                "pre_feedforward_layernorm" if post else "post_attention_layernorm",
+                pre and not parallel,
             ),
-            # One name means two places: without sandwich norms post_attention_layernorm is that of the MLP's input.
-            attention_out_norm=norm("post_attention_layernorm") if sandwich else None,
-            mlp_norm=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
-            mlp=GatedMLP(
-                activation=config.activation,
-                gate_up=self._column_parallel(
-                    [
-                        (f"{mlp}.gate_proj", config.intermediate_size, shard.mlp_columns),
-                        (f"{mlp}.up_proj", config.intermediate_size, shard.mlp_columns),
-                    ],
-                    bias=config.mlp_bias,
-                ),
-                down=self._row_parallel(
-                    f"{mlp}.down_proj", config.intermediate_size, shard.mlp_columns
-                ),
-                down_bias=self._output_bias(f"{mlp}.down_proj", config.mlp_bias),
-                parallel=self._parallel,
+            mlp=self._mlp(f"{prefix}.mlp"),
+            mlp_out_norm=norm("post_feedforward_layernorm", post),
+            residual_scale=config.residual_scale,
+            parallel=parallel,
+        )
+
+    def _attention(self, layer: int, name: str) -> Attention:
+        config, heads = self._config, self._shard.heads
+        num_q, num_kv = config.num_heads, config.num_kv_heads
+        q_rows = _items(heads.q_heads, config.head_dim)
+        kv_rows = _items(heads.kv_heads, config.head_dim)
+        q_items, kv_items = num_q * config.head_dim, num_kv * config.head_dim
+        return Attention(
+            layer=layer,
+            kind=config.layers[layer],
+            heads=heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            qkv=self._column_parallel(
+                [
+                    (f"{name}.q_proj", q_items, q_rows),
+                    (f"{name}.k_proj", kv_items, kv_rows),
+                    (f"{name}.v_proj", kv_items, kv_rows),
+                ],
+                fused=f"{name}.qkv_proj",
+                bias=config.qkv_bias,
             ),
-            mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
+            qk_norm=self._qk_norm(name),
+            output=self._row_parallel(f"{name}.o_proj", q_items, q_rows),
+            output_bias=self._output_bias(f"{name}.o_proj", config.output_bias),
+            parallel=self._parallel,
+        )
+
+    def _mlp(self, name: str) -> GatedMLP:
+        config, columns = self._config, self._shard.mlp_columns
+        return GatedMLP(
+            activation=config.activation,
+            gate_up=self._column_parallel(
+                [
+                    (f"{name}.gate_proj", config.intermediate_size, columns),
+                    (f"{name}.up_proj", config.intermediate_size, columns),
+                ],
+                fused=f"{name}.gate_up_proj",
+                bias=config.mlp_bias,
+            ),
+            down=self._row_parallel(f"{name}.down_proj", config.intermediate_size, columns),
+            down_bias=self._output_bias(f"{name}.down_proj", config.mlp_bias),
+            parallel=self._parallel,
         )
 
     def _output_bias(self, name: str, present: bool) -> torch.Tensor | None:
@@ -307,3 +393,14 @@ class _Loader:
 
 def _items(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _below_one_another(
+    fused: str, parts: list[tuple[str, int, range]]
+) -> list[tuple[str, int, range]]:
+    """The same rows, where one matrix holds all parts."""
+    total, start, moved = sum(all_rows for _, all_rows, _ in parts), 0, []
+    for _, all_rows, rows in parts:
+        moved.append((fused, total, range(start + rows.start, start + rows.stop)))
+        start += all_rows
+    return moved
