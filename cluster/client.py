@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..scheduler.request_options import RequestOptions, check_text
 from ..scheduler.sampling_params import MAX_SEED, SamplingParams
 from .answers import join, params_of_answers
 from .attach import connect
+from .chat_options import ChatOptions, Tools
 from .client_requests import (
     BATCH_REQUESTS,
     ClientRequest,
@@ -109,7 +110,8 @@ class Client:
     ) -> list[RequestOutput]:
         """Answer prompts, all at once; the results are in the prompts' order.
 
-        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list, and so are
+        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list; without
+            any, what the model's generation_config.json recommends. One for all or a list are also
             priority (the smaller the more urgent), user (who shares fairly with others) and cache_salt (only requests
             of the same salt share cached prefixes); see `RequestOptions`.
         Raises: ValueError naming the prompt that cannot be served; EngineFailed when the engine ends.
@@ -127,11 +129,22 @@ class Client:
         priority: Many[int] = 0,
         user: Many[str] = "",
         cache_salt: Many[str | None] = None,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
+        """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order.
+
+        tools, add_generation_prompt and chat_template_kwargs go to the model's chat template; see `ChatOptions`.
+        """
+        chat = ChatOptions(
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         conversations = list_conversations(messages)
         one = any(conversation is messages for conversation in conversations)
-        wires = [conversation_on_wire(c) for c in conversations]
+        wires = [conversation_on_wire(c, chat) for c in conversations]
         names = None if one else [f"conversations[{i}]" for i in range(len(wires))]
         options = list_options(len(wires), priority=priority, user=user, cache_salt=cache_salt)
         return self._answer(wires, [None] * len(wires), sampling_params, options, names)
@@ -160,10 +173,18 @@ class Client:
         priority: int = 0,
         user: str = "",
         cache_salt: str | None = None,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
-        """`stream` for one conversation."""
+        """`stream` for one conversation, with `chat`'s options."""
+        chat = ChatOptions(
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         options = RequestOptions(priority=priority, user=user, cache_salt=cache_salt)
-        wire = conversation_on_wire(messages)
+        wire = conversation_on_wire(messages, chat)
         return self._stream(wire, None, sampling_params, request_id, options)
 
     def abort(self, request_id: str) -> None:
@@ -210,7 +231,7 @@ class Client:
         options: Sequence[RequestOptions],
         names: Sequence[str] | None,
     ) -> list[RequestOutput]:
-        params = list_params(sampling_params, len(wires))
+        params = list_params(sampling_params, len(wires), self.info["sampling_defaults"])
         answers = [
             self._new(wire, prompt, wanted, None, said, streams=False)
             for wire, prompt, wanted, said in zip(wires, prompts, params, options, strict=True)
@@ -248,7 +269,7 @@ class Client:
         request_id: str | None,
         options: RequestOptions,
     ) -> Iterator[RequestOutput]:
-        (params,) = list_params(sampling_params, 1)
+        (params,) = list_params(sampling_params, 1, self.info["sampling_defaults"])
         requests = self._new(wire, prompt, params, request_id, options, streams=True)
         return self._outputs(requests)
 

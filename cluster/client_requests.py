@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ..scheduler.front_messages import RefusalReason
 from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
+from .chat_options import ChatOptions
 from .engine import EngineFailed
-from .front import PromptOnWire
+from .front import ChatPrompt, PromptOnWire
 from .mailboxes import Update
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .prompts import Conversation, Prompt
@@ -102,7 +102,7 @@ def on_wire(prompt: Prompt) -> PromptOnWire:
     return prompt if isinstance(prompt, str) else np.array(prompt, "<i4").tobytes()
 
 
-def conversation_on_wire(messages: Conversation) -> list[dict[str, Any]]:
+def conversation_on_wire(messages: Conversation, options: ChatOptions) -> ChatPrompt:
     if isinstance(messages, str | bytes | Mapping) or not all(
         isinstance(message, Mapping) for message in messages
     ):
@@ -110,7 +110,7 @@ def conversation_on_wire(messages: Conversation) -> list[dict[str, Any]]:
             'a conversation must be a list of messages such as {"role": "user", "content": "Hi"}, '
             f"got {messages!r:.60}"
         )
-    return [dict(message) for message in messages]
+    return ChatPrompt(messages=[dict(message) for message in messages], options=options)
 
 
 def batches(requests: Sequence[ClientRequest], *, most: int) -> Iterator[list[ClientRequest]]:

@@ -38,16 +38,25 @@ from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
 from .answer_text import AnswerText
 from .channel import FrontDealer
+from .chat_options import ChatOptions
 from .mailboxes import Mailboxes, Update
 from .text import TextProcessor
 
-# Token ids, text, or a conversation for the model's chat template.
-PromptOnWire = bytes | str | list[dict[str, Any]]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatPrompt:
+    """A conversation for the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    options: ChatOptions
+
+
+PromptOnWire = bytes | str | ChatPrompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontRequest:
-    """One request as a client sends it. prompt: little-endian int32 ids as bytes, text, or a conversation.
+    """One answer's request as a client sends it. prompt: little-endian int32 ids as bytes, text, or a conversation.
 
     counter: the client's own number of it. n_index: which of its prompt's n answers this is: they are requests of
         their own, with counters in a row, and share the first one's submit key. seed is always drawn.
@@ -184,6 +193,7 @@ class Front:
             "max_model_len": scheduler.max_model_len,
             "max_waiting": scheduler.max_waiting,
             "mailbox_idle_s": self.config.mailbox_idle_s,
+            "sampling_defaults": self.text.sampling_defaults,
             "clients": self.mailboxes.num_clients,
             "requests": self.mailboxes.num_requests,
             "dropped_messages": self._dropped_messages,
@@ -240,7 +250,10 @@ class Front:
             return np.frombuffer(prompt, "<i4"), None
         if isinstance(prompt, str):
             return np.array(self.text.encode(prompt), "<i4"), None
-        text = self.text.apply_chat_template(prompt)
+        said = prompt.options
+        text = self.text.apply_chat_template(
+            prompt.messages, said.add_generation_prompt, **said.variables
+        )
         return np.array(self.text.encode(text, add_special_tokens=False), "<i4"), text
 
     # ------------------------------------------------------------ the scheduler

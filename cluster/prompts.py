@@ -85,14 +85,23 @@ def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[
 
 
 def list_params(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    num_prompts: int,
+    defaults: Mapping[str, Any],
 ) -> list[SamplingParams]:
-    """One SamplingParams a prompt; None is the default, a single one serves all.
+    """One SamplingParams a prompt; None is the model's default, a single one serves all.
 
+    defaults: the fields in which the model's own default differs (`sampling_defaults.py`). Params that a caller gives
+        are his alone: nothing of the model's is mixed in.
     Raises: ValueError for a list of another length or for something else in it.
     """
     if sampling_params is None:
-        sampling_params = SamplingParams()
+        try:
+            sampling_params = SamplingParams(**defaults)
+        except ValueError as error:
+            raise ValueError(
+                f"the model's generation_config.json: {error}; pass sampling_params"
+            ) from None
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     if not _is_list(sampling_params):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat_template import ChatTemplate, load_chat_templates
+from .sampling_defaults import sampling_defaults
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,6 +64,11 @@ class TextProcessor:
             if ids is not None:
                 return tuple(ids) if isinstance(ids, list) else (int(ids),)
         return ()
+
+    @cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Fields of SamplingParams for a caller who gives none."""
+        return sampling_defaults(self._json("generation_config.json"))
 
     @cached_property
     def vocab_size(self) -> int:

@@ -64,7 +64,7 @@ class EmbeddedLLM:
         cache_salt: Many[str | None] = None,
     ) -> list[RequestOutput]:
         listed = list_prompts(prompts)
-        params = list_params(sampling_params, len(listed))
+        params = list_params(sampling_params, len(listed), self._engine.text.sampling_defaults)
         options = list_options(len(listed), priority=priority, user=user, cache_salt=cache_salt)
         one = is_one_prompt(prompts)
         answers: list[list[Request]] = []
@@ -101,7 +101,7 @@ class EmbeddedLLM:
         user: str = "",
         cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
-        (params,) = list_params(sampling_params, 1)
+        (params,) = list_params(sampling_params, 1, self._engine.text.sampling_defaults)
         options = RequestOptions(priority=priority, user=user, cache_salt=cache_salt)
         return self._outputs(self._prepare(one_prompt(prompt), params, options, request_id))
 

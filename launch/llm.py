@@ -9,10 +9,17 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..cluster.prompts import Conversation, Many, Prompt, Prompts, list_conversations
+from ..cluster.chat_options import ChatOptions, Tools
+from ..cluster.prompts import (
+    Conversation,
+    Many,
+    Prompt,
+    Prompts,
+    list_conversations,
+)
 from ..scheduler.sampling_params import SamplingParams
 from .config import EngineOptions, Environment, plan_engine
 
@@ -151,7 +158,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts, all at once; the results are in the prompts' order.
 
-        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list, and so are
+        prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list; without
+            any, what the model's generation_config.json recommends. One for all or a list are also
             priority (the smaller the more urgent), user (who shares fairly with others) and cache_salt (only requests
             of the same salt share cached prefixes); see `RequestOptions`.
         Raises: ValueError naming the prompt that cannot be served, before any is started; RuntimeError when the engine
@@ -194,11 +202,21 @@ class LLM:
         priority: Many[int] = 0,
         user: Many[str] = "",
         cache_salt: Many[str | None] = None,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order."""
-        conversations = list_conversations(messages)
+        """Answer a conversation (`[{"role": "user", "content": "Hi"}]`) or a list of them, in order.
+
+        tools, add_generation_prompt and chat_template_kwargs go to the model's chat template; see `ChatOptions`.
+        """
+        chat = ChatOptions(
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         return self.generate(
-            [self._text.encode_chat(c) for c in conversations],
+            [self._encode_chat(c, chat) for c in list_conversations(messages)],
             sampling_params,
             priority=priority,
             user=user,
@@ -214,16 +232,27 @@ class LLM:
         priority: int = 0,
         user: str = "",
         cache_salt: str | None = None,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
-        """`stream` for one conversation."""
+        """`stream` for one conversation, with `chat`'s options."""
+        chat = ChatOptions(
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         return self.stream(
-            self._text.encode_chat(messages),
+            self._encode_chat(messages, chat),
             sampling_params,
             request_id,
             priority=priority,
             user=user,
             cache_salt=cache_salt,
         )
+
+    def _encode_chat(self, messages: Conversation, chat: ChatOptions) -> list[int]:
+        return self._text.encode_chat(messages, chat.add_generation_prompt, **chat.variables)
 
     def abort(self, request_id: str) -> None:
         """End a request that another thread, or an open `stream`, is waiting for."""

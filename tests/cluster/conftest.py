@@ -77,7 +77,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% for t in tools or [] %}{{ t.name }}{{ mood }}{% endfor %}"
+        "{% if not add_generation_prompt %}-{% endif %}"
+    )
+    recommended = {"eos_token_id": EOS, "top_k": 1, "max_new_tokens": 7}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": template, "eos_token": "<eos>"})
     )

@@ -293,6 +293,31 @@ def test_a_stop_string_ends_a_request_at_the_front_and_in_the_scheduler(
     cluster.wait_until(is_idle)
 
 
+def test_a_chats_options_go_to_the_template(client: Client) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    text = "user: Hi\n"
+    (plain,) = client.chat(messages, GREEDY)
+    assert plain.prompt == text
+    more: dict[str, Any] = {"tools": [{"name": "f"}], "chat_template_kwargs": {"mood": "!"}}
+    (output,) = client.chat(messages, GREEDY, add_generation_prompt=False, **more)
+    assert output.prompt == text + "f!-"
+    *_, last = client.stream_chat(messages, GREEDY, **more)
+    assert last.prompt == text + "f!"
+    with pytest.raises(ValueError, match=r"^chat_template_kwargs must be a dict"):
+        client.chat(messages, chat_template_kwargs=3)  # type: ignore[arg-type]
+
+
+def test_without_params_the_models_recommendation_counts(client: Client) -> None:
+    """generation_config.json says max_new_tokens 7 and top_k 1, which is greedy; given params are not touched."""
+    greedy = SamplingParams(temperature=0, max_tokens=7)
+    (expected,) = client.generate("Hello", greedy)[0].outputs
+    assert client.generate("Hello")[0].outputs == [expected]
+    *_, last = client.stream("Hello")
+    assert last.outputs == [expected]
+    (given,) = client.generate("Hello", SamplingParams(ignore_eos=True))[0].outputs
+    assert len(given.token_ids) == 16
+
+
 def test_without_detokenizing_ids_come_alone(client: Client) -> None:
     (with_text,) = client.generate("Hello", GREEDY)[0].outputs
     (ids_alone,) = client.generate("Hello", replace(GREEDY, detokenize=False))[0].outputs

@@ -96,15 +96,24 @@ def test_a_message_alone_is_no_conversation(given):
 
 def test_one_params_serves_all_prompts():
     params = SamplingParams(max_tokens=3)
-    assert list_params(params, 2) == [params, params]
-    assert list_params([params, params], 2) == [params, params]
-    assert list_params(None, 1) == [SamplingParams()]
+    assert list_params(params, 2, {}) == [params, params]
+    assert list_params([params, params], 2, {}) == [params, params]
+    assert list_params(None, 1, {}) == [SamplingParams()]
+
+
+def test_a_models_recommendation_is_for_who_gives_no_params():
+    """vLLM's rule: params that are given stand alone, also where they name nothing."""
+    defaults = {"temperature": 0.5, "top_k": 7}
+    assert list_params(None, 2, defaults) == [SamplingParams(temperature=0.5, top_k=7)] * 2
+    assert list_params(SamplingParams(), 1, defaults) == [SamplingParams()]
+    with pytest.raises(ValueError, match=r"generation_config\.json: temperature must be .*got 9"):
+        list_params(None, 1, {"temperature": 9})
 
 
 @pytest.mark.parametrize("given", [[SamplingParams()], {"max_tokens": 3}, [None, None], 3])
 def test_other_params_are_refused(given):
     with pytest.raises(ValueError, match=r"^sampling_params"):
-        list_params(given, 2)
+        list_params(given, 2, {})
 
 
 def options(num_prompts: int, **given):

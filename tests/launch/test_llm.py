@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -156,7 +157,7 @@ def test_n_answers_have_the_seeds_from_the_given_one_on(llm):
 
 
 def test_later_answers_find_the_prompt_of_the_first_in_the_cache(model):
-    """One row: the first answer's prompt has settled when the second is admitted, 16 of its 20 tokens in full blocks."""
+    """One row: its prompt has settled when the second is admitted, 16 of its 20 tokens in full blocks."""
     with make_llm(model, max_num_seqs=1) as llm:
         params = SamplingParams(max_tokens=3, ignore_eos=True, n=3)
         (output,) = llm.generate([5 + n for n in range(20)], params)
@@ -453,6 +454,44 @@ def test_a_chat_goes_through_the_models_template(llm):
     assert one.prompt_token_ids == llm.generate(text, GREEDY)[0].prompt_token_ids
     assert token_ids(two) == token_ids([one, one])
     assert list(llm.stream_chat(messages, GREEDY))[-1].outputs[0] == one.outputs[0]
+
+
+def test_a_chats_options_go_to_the_template(model, tmp_path):
+    template = (
+        "{{ messages[0].content }}{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ mood }}"
+        "{% if add_generation_prompt %} he{% endif %}"
+    )
+    folder = shutil.copytree(model, tmp_path / "options")
+    (folder / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "hello"}]
+    with make_llm(folder) as llm:
+
+        def texts(**options) -> set[str]:
+            (one,) = llm.chat(messages, GREEDY, **options)
+            *_, last = llm.stream_chat(messages, GREEDY, **options)
+            return {llm._text.decode(output.prompt_token_ids) for output in (one, last)}
+
+        assert texts() == {"hello he"}
+        assert texts(add_generation_prompt=False) == {"hello"}
+        assert texts(tools=[{"name": "f"}], chat_template_kwargs={"mood": "!"}) == {"hellof! he"}
+        with pytest.raises(ValueError, match=r"^tools must be a list of dicts"):
+            texts(tools="f")
+
+
+def test_without_params_a_model_samples_as_its_folder_recommends(model, tmp_path):
+    """top_k 1 makes it greedy; given params are not touched."""
+    folder = shutil.copytree(model, tmp_path / "recommends")
+    recommended = {"top_k": 1, "top_p": None, "max_new_tokens": 5, "do_sample": False}
+    known = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(known | recommended))
+    with make_llm(folder) as llm:
+        greedy = llm.generate("hello", replace(GREEDY, max_tokens=5, ignore_eos=False))
+        assert token_ids(llm.generate("hello")) == token_ids(greedy)
+        *_, last = llm.stream("hello")
+        assert last.outputs == greedy[0].outputs
+        free = llm.generate(["hello"] * 4, SamplingParams(ignore_eos=True))
+        assert {len(ids) for ids in token_ids(free)} == {16}
+        assert len({tuple(ids) for ids in token_ids(free)}) > 1
 
 
 # ---------------------------------------------------------------- bad input
