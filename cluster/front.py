@@ -37,6 +37,7 @@ from ..scheduler.messages import ProtocolError
 from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
 from .answer_text import AnswerText
+from .bad_words import with_bad_words
 from .channel import FrontDealer
 from .chat_options import ChatOptions
 from .mailboxes import Mailboxes, Update
@@ -218,6 +219,7 @@ class Front:
                     self._read_prompt, request.prompt
                 )
             ids, prompt = read[id(request.prompt)]
+            params = with_bad_words(request.params, self.text)
             submit = Submit(
                 number=0,
                 submit_key=make_submit_key(client, request.counter - request.n_index),
@@ -225,7 +227,7 @@ class Front:
                 prompt_token_ids=ids,
                 seed=request.seed,
                 n_index=request.n_index,
-                params=request.params,
+                params=params,
                 priority=request.options.priority,
                 user=request.options.user,
                 cache_salt=request.options.cache_salt,

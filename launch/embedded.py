@@ -19,6 +19,7 @@ import numpy as np
 
 from ..cluster.answer_text import AnswerText
 from ..cluster.answers import params_of_answers
+from ..cluster.bad_words import with_bad_words
 from ..cluster.outputs import FINISH_REASON_OF, CompletionOutput, RequestMetrics, RequestOutput
 from ..cluster.text import TextProcessor
 from ..scheduler.door import Door
@@ -233,7 +234,7 @@ class EmbeddedEngine:
 
         Raises: ValueError, one sentence, for what the scheduler would refuse.
         """
-        wanted = params_of_answers(params)
+        wanted = params_of_answers(with_bad_words(params, self.text))
         numbers = [next(self._numbers) for _ in wanted]
         # One that no caller would choose: a made-up name must never clash with one that somebody gave.
         made_up = f"{self._client_uuid.hex()[:12]}-{numbers[0]}"

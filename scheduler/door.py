@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from .config import SchedulerConfig
+from .features import Features
 from .front_messages import Submit
 from .kv_groups import KVGroupSpec, most_blocks
 from .request import Request
@@ -53,6 +54,10 @@ class Door:
         self._in_vocabulary(submit.prompt_token_ids, f"{who}: prompt")
         self._in_vocabulary(submit.output_token_ids, f"{who}: earlier outputs")
         self._in_vocabulary(np.array(submit.params.stop_token_ids, np.int64), f"{who}: stop ids")
+        features = Features.of(submit.params, self._config.eos_token_ids)
+        if features is not None:
+            for name, ids in features.ids():
+                self._in_vocabulary(ids, f"{who}: {name}")
         if num_prompt >= max_model_len:
             raise ValueError(
                 f"{who}: the prompt has {num_prompt} tokens, max_model_len is {max_model_len} and at least one "
@@ -89,6 +94,7 @@ class Door:
             num_prompt_tokens=num_prompt,
             end_len=end_len,
             tokens=tokens,
+            features=features,
             priority=options.priority,
             user=options.user,
             cache_salt=options.cache_salt or "",

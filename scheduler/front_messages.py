@@ -22,14 +22,17 @@ Scheduler to front:
 
 submit_key is 24 bytes (client uuid, counter): the same key twice is the same request. output_token_ids are tokens that
 the request already has (resubmission). seed is in [0, 2**63), always drawn. params is
-[temperature, top_p, top_k, max_tokens or nil, ignore_eos, stop_token_ids]. priority, user and cache_salt are those of
-`request_options.py`.
+[temperature, top_p, top_k, max_tokens or nil, ignore_eos, stop_token_ids, min_p, presence_penalty, frequency_penalty,
+repetition_penalty, min_tokens, nil or a map of the rare ones: "logit_bias" [ids, bin of float64], "allowed_token_ids"
+ids, "bad_words_token_ids" [ids, ...]]; what only a front needs of them stays there. priority, user and cache_salt are
+those of `request_options.py`.
 """
 
 from __future__ import annotations
 
 import reprlib
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -41,12 +44,13 @@ from .messages import MAX_REQUEST_ID_BYTES, ProtocolError, wire_text
 from .request_options import RequestOptions
 from .sampling_params import MAX_SEED, SamplingParams
 
-FRONT_PROTOCOL_VERSION = 2
+FRONT_PROTOCOL_VERSION = 3
 SUBMIT_KEY_BYTES = 24
 
 _INT8 = np.dtype("i1")
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
+_FLOAT64 = np.dtype("<f8")
 
 
 class FrontKind(IntEnum):
@@ -163,6 +167,12 @@ def encode(message: FrontMessage) -> bytes:
                     params.max_tokens,
                     params.ignore_eos,
                     list(params.stop_token_ids),
+                    params.min_p,
+                    params.presence_penalty,
+                    params.frequency_penalty,
+                    params.repetition_penalty,
+                    params.min_tokens,
+                    _rare(params),
                 ],
                 message.priority,
                 message.user,
@@ -187,6 +197,23 @@ def encode(message: FrontMessage) -> bytes:
     packed = msgpack.packb([FRONT_PROTOCOL_VERSION, int(kind), *body], use_bin_type=True)
     assert packed is not None
     return packed
+
+
+def _rare(params: SamplingParams) -> dict[str, Any] | None:
+    """What few requests ask for; None if that is nothing."""
+    rare: dict[str, Any] = {}
+    if params.logit_bias is not None:
+        values = np.array(list(params.logit_bias.values()), _FLOAT64)
+        rare["logit_bias"] = [_ids(params.logit_bias), values.tobytes()]
+    if params.allowed_token_ids is not None:
+        rare["allowed_token_ids"] = _ids(params.allowed_token_ids)
+    if params.bad_words_token_ids:
+        rare["bad_words_token_ids"] = [_ids(word) for word in params.bad_words_token_ids]
+    return rare or None
+
+
+def _ids(ids: Iterable[int]) -> bytes:
+    return np.array(list(ids), _INT32).tobytes()
 
 
 def decode(message: bytes) -> FrontMessage:
@@ -275,8 +302,8 @@ def _submit(body: list[Any]) -> Submit:
     number, submit_key, request_id, prompt, outputs, seed, n_index, params, *said = body
     if not isinstance(submit_key, bytes) or len(submit_key) != SUBMIT_KEY_BYTES:
         raise ProtocolError(f"submit: submit_key must be bin of {SUBMIT_KEY_BYTES} bytes")
-    if not isinstance(params, list) or len(params) != 6:
-        raise ProtocolError("submit: params must be an array of 6 values")
+    if not isinstance(params, list) or len(params) != 12:
+        raise ProtocolError("submit: params must be an array of 12 values")
     options = RequestOptions(priority=said[0], user=said[1], cache_salt=said[2])
     return Submit(
         number=_integer(number, "submit: number", 2**63),
@@ -293,11 +320,48 @@ def _submit(body: list[Any]) -> Submit:
             max_tokens=params[3],
             ignore_eos=params[4],
             stop_token_ids=params[5],
+            min_p=params[6],
+            presence_penalty=params[7],
+            frequency_penalty=params[8],
+            repetition_penalty=params[9],
+            min_tokens=params[10],
+            **_rare_from_wire(params[11]),
         ),
         priority=options.priority,
         user=options.user,
         cache_salt=options.cache_salt,
     )
+
+
+def _rare_from_wire(value: Any) -> dict[str, Any]:
+    known = ("logit_bias", "allowed_token_ids", "bad_words_token_ids")
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not value or not value.keys() <= set(known):
+        raise ProtocolError(
+            f"submit: rare params must be nil or a map of some of {', '.join(known)}"
+        )
+    rare: dict[str, Any] = {}
+    if "logit_bias" in value:
+        pair = value["logit_bias"]
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ProtocolError("submit: logit_bias must be an array of 2 values")
+        ids = _array(pair[0], "submit: ids of logit_bias", _INT32).tolist()
+        biases = _array(pair[1], "submit: values of logit_bias", _FLOAT64).tolist()
+        if not len(ids) == len(biases) == len(set(ids)):
+            raise ProtocolError("submit: logit_bias must have one value for each of its ids")
+        rare["logit_bias"] = dict(zip(ids, biases, strict=True))
+    if "allowed_token_ids" in value:
+        allowed = _array(value["allowed_token_ids"], "submit: allowed_token_ids", _INT32)
+        rare["allowed_token_ids"] = allowed.tolist()
+    if "bad_words_token_ids" in value:
+        words = value["bad_words_token_ids"]
+        if not isinstance(words, list):
+            raise ProtocolError("submit: bad_words_token_ids must be an array")
+        rare["bad_words_token_ids"] = [
+            _array(word, "submit: bad_words_token_ids", _INT32).tolist() for word in words
+        ]
+    return rare
 
 
 def _integer(value: Any, what: str, limit: int) -> int:

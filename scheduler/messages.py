@@ -20,7 +20,8 @@ named below. Never pickle.
 
     freed_rows      rows finished, aborted or preempted
     admissions      nil, or the columns of `Admissions` in the order of its fields; strings are an array of str, the two
-                    per-group fields are arrays of bin, one a KV group
+                    per-group fields are arrays of bin, one a KV group, features an array of bin, one a request, as in
+                    `features.py`
     run_rows, run_counts   rows with more than one uncomputed token that run, and how many tokens each runs
     paused_rows     rows with exactly one uncomputed token that do not run it in this step
     grown_block_ids one bin a KV group: the new blocks of the rows that grow, in row order (`agreement.derive_growth`)
@@ -46,7 +47,9 @@ from typing import Any, Protocol
 import msgpack
 import numpy as np
 
-PROTOCOL_VERSION = 2
+from .features import Features as Features  # part of the format, in a file of its own
+
+PROTOCOL_VERSION = 3
 MAX_REQUEST_ID_BYTES = 256
 MAX_ERROR_TEXT = 16_384
 
@@ -97,7 +100,8 @@ class Admissions:
     Shapes: n requests; token_ids and block_ids are concatenated in order, their lengths per request in num_tokens and
         num_blocks[group]. num_tokens counts prompt and earlier outputs, num_prompt_tokens the prompt alone.
     Blocks: num_blocks[group][i] blocks cover at least the cached tokens; what the step needs beyond comes as growth.
-    seeds: in [0, 2**63), always drawn. top_k 0 keeps all tokens.
+    seeds: in [0, 2**63), always drawn. top_k 0 and min_p 0 keep all tokens; a repetition_penalty of 1 is none.
+    features: what few requests ask for, None for all others.
     """
 
     rows: np.ndarray  # [n]
@@ -110,11 +114,24 @@ class Admissions:
     temperature: np.ndarray  # [n]
     top_p: np.ndarray  # [n]
     top_k: np.ndarray  # [n]
+    min_p: np.ndarray  # [n]
+    presence_penalty: np.ndarray  # [n]
+    frequency_penalty: np.ndarray  # [n]
+    repetition_penalty: np.ndarray  # [n]
+    features: tuple[Features | None, ...]  # n
     num_blocks: tuple[np.ndarray, ...]  # one [n] a KV group
     block_ids: tuple[np.ndarray, ...]  # one [sum(num_blocks[group])] a KV group
 
 
-_DTYPE_OF = {"seeds": _INT64, "temperature": _FLOAT32, "top_p": _FLOAT32}  # int32 otherwise
+_DTYPE_OF = {  # int32 otherwise
+    "seeds": _INT64,
+    "temperature": _FLOAT32,
+    "top_p": _FLOAT32,
+    "min_p": _FLOAT32,
+    "presence_penalty": _FLOAT32,
+    "frequency_penalty": _FLOAT32,
+    "repetition_penalty": _FLOAT32,
+}
 _PER_REQUEST = (
     "num_tokens",
     "num_prompt_tokens",
@@ -123,6 +140,10 @@ _PER_REQUEST = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
 )
 
 
@@ -245,6 +266,8 @@ def _admissions_to_wire(admissions: Admissions) -> list[Any]:
         value = getattr(admissions, column.name)
         if column.name == "request_ids":
             columns.append(list(value))
+        elif column.name == "features":
+            columns.append([b"" if features is None else features.pack() for features in value])
         elif isinstance(value, tuple):
             columns.append([_bytes_of(ids, _INT32) for ids in value])
         else:
@@ -322,7 +345,7 @@ def _exactly(body: list[Any], length: int, what: str) -> None:
         raise ProtocolError(f"{what} must carry {length} values, got {len(body)}")
 
 
-def _same_length(array: np.ndarray, length: int, what: str) -> None:
+def _same_length(array: Sequence[Any] | np.ndarray, length: int, what: str) -> None:
     if len(array) != length:
         raise ProtocolError(f"{what} must have {length} entries, got {len(array)}")
 
@@ -399,6 +422,8 @@ def _admissions_from_wire(value: Any, num_groups: int) -> Admissions:
                         f"got {_short(request_id)}"
                     )
             decoded[column.name] = ids
+        elif column.name == "features":
+            decoded[column.name] = tuple(_features(packed, what) for packed in _list(raw, what))
         elif column.name in ("num_blocks", "block_ids"):
             groups = _list(raw, what)
             if len(groups) != num_groups:
@@ -410,8 +435,7 @@ def _admissions_from_wire(value: Any, num_groups: int) -> Admissions:
     count = len(admissions.rows)
     if count == 0:
         raise ProtocolError("admissions must name at least one row, or be nil")
-    _same_length(np.empty(len(admissions.request_ids)), count, "admissions: request_ids")
-    for name in _PER_REQUEST:
+    for name in ("request_ids", "features", *_PER_REQUEST):
         _same_length(getattr(admissions, name), count, f"admissions: {name}")
     _lengths_add_up(admissions.num_tokens, admissions.token_ids, "admissions: token_ids")
     for group, (counts, ids) in enumerate(
@@ -420,6 +444,15 @@ def _admissions_from_wire(value: Any, num_groups: int) -> Admissions:
         _same_length(counts, count, f"admissions: num_blocks of group {group}")
         _lengths_add_up(counts, ids, f"admissions: block_ids of group {group}")
     return admissions
+
+
+def _features(value: Any, what: str) -> Features | None:
+    if not isinstance(value, bytes):
+        raise ProtocolError(f"{what} must be bin, got {_short(value)}")
+    try:
+        return Features.unpack(value)
+    except ValueError as error:
+        raise ProtocolError(f"{what}: {error}") from None
 
 
 def _lengths_add_up(lengths: np.ndarray, flat: np.ndarray, what: str) -> None:

@@ -30,6 +30,11 @@ def admissions_of(requests: Sequence[Request], hits: Sequence[Hit]) -> Admission
         temperature=column((r.params.temperature for r in requests), np.float32),
         top_p=column((r.params.top_p for r in requests), np.float32),
         top_k=column(r.params.top_k for r in requests),
+        min_p=column((r.params.min_p for r in requests), np.float32),
+        presence_penalty=column((r.params.presence_penalty for r in requests), np.float32),
+        frequency_penalty=column((r.params.frequency_penalty for r in requests), np.float32),
+        repetition_penalty=column((r.params.repetition_penalty for r in requests), np.float32),
+        features=tuple(r.features for r in requests),
         num_blocks=tuple(column(len(ids) for ids in group) for group in by_group),
         block_ids=tuple(np.concatenate(group) for group in by_group),
     )

@@ -12,6 +12,7 @@ from enum import Enum, auto
 import numpy as np
 
 from .agreement import RowColumns
+from .features import Features
 from .sampling_params import SamplingParams
 
 NO_END = np.iinfo(np.int32).max  # end_len of a row that nobody holds: no length ever reaches it
@@ -28,6 +29,7 @@ class RequestStatus(Enum):
 class Request:
     """One request, from the door to its end. Compared by identity.
 
+    features: what it asks of sampling beyond numbers, if anything.
     tokens: [n] int32, prompt and settled outputs, the truth while the request holds no row; the table's row is while it
         runs.
     end_len: tokens (prompt and outputs) at which it ends by length.
@@ -47,6 +49,7 @@ class Request:
     num_prompt_tokens: int
     end_len: int
     tokens: np.ndarray
+    features: Features | None = None
     priority: int = 0
     user: str = ""
     cache_salt: str = ""
@@ -67,9 +70,8 @@ class RequestTable:
     """The rows: one column an attribute, one row a running request.
 
     Shapes: token_ids [max_num_seqs, max_model_len] int32, and token_cells the same memory flat, which NumPy scatters to
-        twice as fast; everything else [max_num_seqs]. live bool; num_tokens, num_computed_tokens, num_settled_tokens,
-        num_cached_tokens, num_prompt_tokens, end_len, front_index, priority, user_index, top_k int32; generation,
-        number, arrival, seeds int64; temperature, top_p float32.
+        twice as fast; everything else [max_num_seqs]. num_settled_tokens, num_cached_tokens, end_len, front_index,
+        priority, user_index int32; generation, number, arrival int64; the others as in `RowColumns`.
     num_tokens counts tokens that issued steps are still sampling, num_settled_tokens only those that came back and
     stand in token_ids, which holds 0 beyond them. num_cached_tokens were not computed by this occupant. A vacant row
     has no tokens, generation 0 (which nobody has) and an end_len that is never reached.
@@ -82,7 +84,6 @@ class RequestTable:
         self.num_tokens = columns.num_tokens
         self.num_computed_tokens = columns.num_computed_tokens
         self.num_prompt_tokens = columns.num_prompt_tokens
-        self.temperature, self.top_p, self.top_k = columns.temperature, columns.top_p, columns.top_k
         self.num_settled_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
         self.end_len = np.full(max_num_seqs, NO_END, np.int32)
@@ -108,6 +109,7 @@ class RequestTable:
         """Give a vacant row to a request, of which nothing is computed but the cached tokens."""
         assert self.requests[row] is None, f"row {row} is held by {self.occupant(row).request_id}"
         length, params = len(request.tokens), request.params
+        columns = self.columns
         self.live[row] = True
         self.num_tokens[row] = length
         self.num_settled_tokens[row] = length
@@ -122,9 +124,14 @@ class RequestTable:
         self.priority[row] = request.priority
         self.user_index[row] = request.user_index
         self.seeds[row] = request.seed
-        self.temperature[row] = params.temperature
-        self.top_p[row] = params.top_p
-        self.top_k[row] = params.top_k
+        columns.temperature[row] = params.temperature
+        columns.top_p[row] = params.top_p
+        columns.top_k[row] = params.top_k
+        columns.min_p[row] = params.min_p
+        columns.presence_penalty[row] = params.presence_penalty
+        columns.frequency_penalty[row] = params.frequency_penalty
+        columns.repetition_penalty[row] = params.repetition_penalty
+        columns.features[row] = 0 if request.features is None else request.features.checksum
         self.token_ids[row, :length] = request.tokens
         self.requests[row] = request
         self.num_live += 1

@@ -1,4 +1,4 @@
-"""When a request ends on its own: EOS, then its stop ids, then its length."""
+"""When a request ends on its own: EOS, then its stop ids, but neither before its min_tokens; then its length."""
 
 from __future__ import annotations
 
@@ -47,10 +47,13 @@ class StopRules:
     def finish_code(self, request: Request, token: int, length: int) -> FinishCode:
         """Say whether `token`, which makes the request `length` tokens long, is its last, and why.
 
-        Example: max_tokens 1 and the token is EOS -> STOP, not LENGTH.
+        Example: max_tokens 1 and the token is EOS -> STOP, not LENGTH. The ranks choose no end before min_tokens, but
+            where allowed_token_ids leaves nothing else.
         """
-        if token in self._eos and not request.params.ignore_eos:
-            return FinishCode.STOP
-        if token in request.params.stop_token_ids:
-            return FinishCode.STOP
+        params = request.params
+        if length - request.num_prompt_tokens >= params.min_tokens:
+            if token in self._eos and not params.ignore_eos:
+                return FinishCode.STOP
+            if token in params.stop_token_ids:
+                return FinishCode.STOP
         return FinishCode.LENGTH if length >= request.end_len else FinishCode.RUNNING

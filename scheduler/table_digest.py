@@ -28,21 +28,22 @@ class RowColumns:
     """What scheduler and workers both hold of each row, in one piece of memory: the digest folds all of it every step.
 
     A row that nobody holds has 0 in every column, on both sides.
-    Shapes: all [max_num_seqs]; live bool, seeds int64, temperature and top_p float32, the others int32; words uint64,
-    all of them behind each other.
+    Shapes: all [max_num_seqs]; live bool, seeds int64, temperature, top_p, min_p and the penalties float32, the others
+    int32; words uint64, all of them behind each other. features is the checksum of what cannot be a column.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         size = max_num_seqs
-        self.words = np.zeros(-(-33 * size // 8), np.uint64)
+        self.words = np.zeros(-(-53 * size // 8), np.uint64)
         memory = self.words.view(np.uint8)
         self.seeds = memory[: 8 * size].view(np.int64)
-        self._narrow = memory[8 * size : 32 * size].view(np.int32).reshape(6, size)
-        self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens, self.top_k = (
-            self._narrow[:4]
-        )
-        self.temperature, self.top_p = self._narrow[4:].view(np.float32)
-        self.live = memory[32 * size : 33 * size].view(bool)
+        self._narrow = memory[8 * size : 52 * size].view(np.int32).reshape(11, size)
+        self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = self._narrow[:3]
+        self.top_k, self.features = self._narrow[3:5]
+        reals = self._narrow[5:].view(np.float32)
+        self.temperature, self.top_p, self.min_p = reals[:3]
+        self.presence_penalty, self.frequency_penalty, self.repetition_penalty = reals[3:]
+        self.live = memory[52 * size : 53 * size].view(bool)
 
     def clear(self, rows: np.ndarray | list[int]) -> None:
         """Empty rows."""

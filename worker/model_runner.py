@@ -10,7 +10,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..scheduler.agreement import StepPlan
 from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.messages import SchedulerOutput, StepResult
 from .backend import Backend, select_backend
@@ -24,7 +23,8 @@ from .model_config import ModelConfig
 from .models.decoder import Decoder, load_decoder
 from .models.weights import Checkpoint
 from .parallel import TensorParallelGroup
-from .sampler.sampler import Sampler, SamplingRows
+from .sampler.sampler import Sampler
+from .sampling_inputs import adjustments, sampling_rows
 from .sharding import check_tensor_parallel_size, shard_of_rank, vocab_rows_of_ranks
 from .state import WorkerState
 from .warm_up import warm_up_steps
@@ -48,9 +48,9 @@ class ModelRunner:
         self.config = config
         self.model_config = ModelConfig.from_folder(config.model_dir)
         check_tensor_parallel_size(self.model_config, config.world_size)
-        if config.max_model_len > self.model_config.max_position_embeddings:
+        if config.max_model_len > self.model_config.longest_model_len:
             raise ValueError(
-                f"max_model_len must be at most the model's {self.model_config.max_position_embeddings} positions, "
+                f"max_model_len must be at most the model's {self.model_config.longest_model_len} positions, "
                 f"got {config.max_model_len}"
             )
         self.device = resolve_device(config.device)
@@ -177,7 +177,12 @@ class ModelRunner:
                 hidden = decoder.forward(batch, cache, self._backend)
                 if len(batch.logits_indices):
                     logits = decoder.logits(hidden, batch.logits_indices)
-                    sampled = sampler.sample(logits, sampling_rows(state, plan), digest=digest)
+                    sampled = sampler.sample(
+                        logits,
+                        sampling_rows(state.requests, plan),
+                        adjustments(state.requests, plan),
+                        digest=digest,
+                    )
                     tokens[plan.samples] = sampled.tokens
                     digests_of_ranks = sampled.digests
         state.commit(plan, tokens)
@@ -187,19 +192,6 @@ class ModelRunner:
         """Give up the pool and the weights, and leave the group."""
         self._decoder = self._sampler = self._cache = self._inputs = self._state = None
         self._parallel.close()
-
-
-def sampling_rows(state: WorkerState, plan: StepPlan) -> SamplingRows:
-    """What is asked of each row that samples in this step, in batch order."""
-    rows = plan.index_mapping[plan.samples]
-    requests = state.requests
-    return SamplingRows(
-        temperature=requests.temperature[rows],
-        top_k=requests.top_k[rows],
-        top_p=requests.top_p[rows],
-        seeds=requests.seeds[rows],
-        positions=(plan.num_computed_tokens + plan.num_scheduled_tokens)[plan.samples],
-    )
 
 
 def _dtype(name: str, config: ModelConfig, device: torch.device, backend: Backend) -> torch.dtype:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..scheduler.agreement import RowColumns
-from ..scheduler.messages import Admissions
+from ..scheduler.messages import Admissions, Features
 
 # Which part of an admission fills which column.
 _FILLED_BY = {
@@ -20,6 +20,10 @@ _FILLED_BY = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
     "seeds": "seeds",
 }
 
@@ -29,6 +33,8 @@ class RequestStates:
 
     Shapes: token_ids [max_num_seqs, max_model_len] int32, 0 beyond num_tokens; request_ids max_num_seqs strings, None
         for a free row; all others [max_num_seqs], 0 in a free row. columns: all others, as the digest reads them.
+    features, penalized: what few rows ask for, and which rows have a penalty. Most of the time both are empty, and
+        nobody looks at any row.
     live, num_tokens and num_computed_tokens are what `scheduler.agreement.Lengths` asks for. num_tokens counts prompt
         and outputs, num_prompt_tokens the prompt alone.
     """
@@ -44,7 +50,14 @@ class RequestStates:
         self.temperature = columns.temperature
         self.top_p = columns.top_p
         self.top_k = columns.top_k
+        self.min_p = columns.min_p
+        self.presence_penalty = columns.presence_penalty
+        self.frequency_penalty = columns.frequency_penalty
+        self.repetition_penalty = columns.repetition_penalty
+        self.feature_checksums = columns.features
         self.seeds = columns.seeds
+        self.features: dict[int, Features] = {}
+        self.penalized: set[int] = set()
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.request_ids: list[str | None] = [None] * max_num_seqs
 
@@ -54,6 +67,7 @@ class RequestStates:
         self.live[rows] = True
         for column, source in _FILLED_BY.items():
             getattr(self, column)[rows] = getattr(admissions, source)
+        self._add_features(admissions)
         ends = np.cumsum(admissions.num_tokens)
         for row, request_id, end, length in zip(
             rows.tolist(),
@@ -66,11 +80,30 @@ class RequestStates:
             self.token_ids[row, length:] = 0
             self.request_ids[row] = request_id
 
+    def _add_features(self, admissions: Admissions) -> None:
+        rows = admissions.rows
+        for row, features in zip(rows.tolist(), admissions.features, strict=True):
+            if features is None:
+                self.features.pop(row, None)
+                self.feature_checksums[row] = 0
+            else:
+                self.features[row] = features
+                self.feature_checksums[row] = features.checksum
+        has_penalty = (
+            (admissions.presence_penalty != 0)
+            | (admissions.frequency_penalty != 0)
+            | (admissions.repetition_penalty != 1)
+        )
+        self.penalized.difference_update(rows.tolist())
+        self.penalized.update(rows[has_penalty].tolist())
+
     def remove(self, rows: np.ndarray) -> None:
         """Clear rows [n]: every column goes back to what a free row holds."""
         for row in rows.tolist():
             self.token_ids[row, : self.num_tokens[row]] = 0
             self.request_ids[row] = None
+            self.features.pop(row, None)
+            self.penalized.discard(row)
         self.columns.clear(rows)
 
     def describe(self, row: int) -> str:

@@ -102,6 +102,16 @@ def check_grown_blocks(grown: Sequence[np.ndarray], num_blocks: int) -> None:
             check_block_ids(block_ids, num_blocks, f"grown_block_ids of KV group {group}")
 
 
+def check_features(admissions: Admissions, vocab_size: int) -> None:
+    """Every token id that a request names is one of the vocabulary."""
+    for request_id, features in zip(admissions.request_ids, admissions.features, strict=True):
+        for name, ids in () if features is None else features.ids():
+            if (i := _first((ids < 0) | (ids >= vocab_size))) is not None:
+                raise ProtocolError(
+                    f"step: admission of request {request_id!r}: {name}: token ids are [0, {vocab_size}), got {ids[i]}"
+                )
+
+
 def check_admissions(
     admissions: Admissions,
     *,
@@ -145,6 +155,15 @@ def check_admissions(
     refuse(~finite | (temperature < 0), temperature, "temperature must be finite and at least 0")
     refuse(~((top_p > 0) & (top_p <= 1)), top_p, "top_p must be in (0, 1]")
     refuse(top_k < 0, top_k, "top_k must be at least 0")
+    min_p, repetition = admissions.min_p, admissions.repetition_penalty
+    refuse(~((min_p >= 0) & (min_p <= 1)), min_p, "min_p must be in [0, 1]")
+    refuse(
+        ~((repetition > 0) & (repetition <= 2)), repetition, "repetition_penalty must be in (0, 2]"
+    )
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(admissions, name)
+        refuse(~(np.abs(penalty) <= 2), penalty, f"{name} must be in [-2, 2]")
+    check_features(admissions, vocab_size)
     low, high = int(admissions.token_ids.min()), int(admissions.token_ids.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high

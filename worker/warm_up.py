@@ -15,8 +15,15 @@ from ..scheduler.messages import Admissions, SchedulerOutput
 from .config import WorkerConfig
 
 _PROMPT_LEN = 2
-# temperature, top_k, top_p of row 0, 1, 2, ...: greedy, all tokens, and each filter alone and with the other
-_KINDS = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.9), (1.0, 5, 0.9))
+# temperature, top_k, top_p, min_p of row 0, 1, 2, ...: greedy, all tokens, each filter alone and two together
+_KINDS = (
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (1.0, 5, 1.0, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.0, 5, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.1),
+)
 
 
 def warm_up_steps(
@@ -66,6 +73,11 @@ def _admit(rows: np.ndarray, prompt_len: int, blocks_of_row: Sequence[int]) -> A
         temperature=np.array([kind[0] for kind in kinds], np.float32),
         top_k=np.array([kind[1] for kind in kinds], np.int32),
         top_p=np.array([kind[2] for kind in kinds], np.float32),
+        min_p=np.array([kind[3] for kind in kinds], np.float32),
+        presence_penalty=np.zeros(num_rows, np.float32),
+        frequency_penalty=np.zeros(num_rows, np.float32),
+        repetition_penalty=np.ones(num_rows, np.float32),
+        features=(None,) * num_rows,
         num_blocks=tuple(np.full(num_rows, count, np.int32) for count in blocks_of_row),
         block_ids=tuple(block_ids),
     )

@@ -40,7 +40,9 @@ def submit(**changed) -> Submit:
         "output_token_ids": np.array([9], np.int32),
         "seed": 5,
         "n_index": 1,
-        "params": SamplingParams(temperature=0.5, top_k=4, max_tokens=3, stop_token_ids=(8, 9)),
+        "params": SamplingParams(
+            temperature=0.5, top_k=4, max_tokens=3, stop_token_ids=(8, 9), min_p=0.1
+        ),
         "priority": -3,
         "user": "anna",
         "cache_salt": "salt",
@@ -67,6 +69,17 @@ PARAMS = st.builds(
     max_tokens=st.none() | st.integers(1, 2**31 - 1),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=5),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0, 2, exclude_min=True),
+    min_tokens=st.integers(0, 1),
+    logit_bias=st.none()
+    | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=5),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
+    bad_words_token_ids=st.lists(
+        st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4), max_size=3
+    ),
 )
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda v: np.array(v, np.int32))
 NUMBERS = st.lists(st.integers(0, 2**63 - 1), max_size=9).map(lambda v: np.array(v, np.int64))
@@ -156,6 +169,17 @@ def test_the_error_of_a_bad_parameter_does_not_echo_it(field):
     assert len(str(caught.value)) < 200
 
 
+NO_MORE = (0.0, 0.0, 0.0, 1.0, 0, None)  # of params, from min_p on
+
+
+def with_more(**changed) -> list:
+    """Good params on the wire, some from min_p on replaced."""
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    names = ("min_p", *penalties, "min_tokens", "rare")
+    more = dict(zip(names, NO_MORE, strict=True)) | changed
+    return [1.0, 1.0, 0, 5, False, [], *more.values()]
+
+
 def wire(message) -> list:
     return msgpack.unpackb(encode(message))
 
@@ -163,7 +187,7 @@ def wire(message) -> list:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (0, FRONT_PROTOCOL_VERSION + 1, "version 3, this side speaks 2"),
+        (0, FRONT_PROTOCOL_VERSION + 1, "version 4, this side speaks 3"),
         (0, True, "version True"),
         (0, 1.0, "version 1.0"),
         (1, 77, "unknown kind 77"),
@@ -181,17 +205,41 @@ def wire(message) -> list:
         (7, 2**63, "submit: seed"),
         (7, None, "submit: seed"),
         (8, -1, "n_index"),
-        (9, [1, 2], "params must be an array of 6"),
-        (9, [-0.5, 1.0, 0, 5, False, []], r"temperature must be a number in \[0, 2\]"),
-        (9, [float("nan"), 1.0, 0, 5, False, []], "temperature"),
-        (9, ["hot", 1.0, 0, 5, False, []], "temperature"),
-        (9, [1.0, 0.0, 0, 5, False, []], r"top_p must be a number in \(0, 1\]"),
-        (9, [1.0, 1.0, -2, 5, False, []], "top_k"),
-        (9, [1.0, 1.0, 0, 0, False, []], "max_tokens"),
-        (9, [1.0, 1.0, 0, True, False, []], "max_tokens"),
-        (9, [1.0, 1.0, 0, 5, 1, []], "ignore_eos"),
-        (9, [1.0, 1.0, 0, 5, False, [-1]], "stop_token_ids"),
-        (9, [1.0, 1.0, 0, 5, False, 3], "stop_token_ids"),
+        (9, [1, 2], "params must be an array of 12"),
+        (9, [-0.5, 1.0, 0, 5, False, [], *NO_MORE], r"temperature must be a number in \[0, 2\]"),
+        (9, [float("nan"), 1.0, 0, 5, False, [], *NO_MORE], "temperature"),
+        (9, ["hot", 1.0, 0, 5, False, [], *NO_MORE], "temperature"),
+        (9, [1.0, 0.0, 0, 5, False, [], *NO_MORE], r"top_p must be a number in \(0, 1\]"),
+        (9, [1.0, 1.0, -2, 5, False, [], *NO_MORE], "top_k"),
+        (9, [1.0, 1.0, 0, 0, False, [], *NO_MORE], "max_tokens"),
+        (9, [1.0, 1.0, 0, True, False, [], *NO_MORE], "max_tokens"),
+        (9, [1.0, 1.0, 0, 5, 1, [], *NO_MORE], "ignore_eos"),
+        (9, [1.0, 1.0, 0, 5, False, [-1], *NO_MORE], "stop_token_ids"),
+        (9, [1.0, 1.0, 0, 5, False, 3, *NO_MORE], "stop_token_ids"),
+        (9, with_more(min_p=1.5), r"min_p must be a number in \[0, 1\], got 1.5"),
+        (9, with_more(presence_penalty=-2.1), r"presence_penalty must be a number in \[-2, 2\]"),
+        (9, with_more(frequency_penalty="2"), r"frequency_penalty must be a number in \[-2, 2\]"),
+        (9, with_more(repetition_penalty=0.0), r"repetition_penalty must be a number in \(0, 2\]"),
+        (
+            9,
+            with_more(min_tokens=6),
+            "min_tokens must be an integer, at least 0 and at most max_tok",
+        ),
+        (9, with_more(rare={}), "rare params must be nil or a map of some of"),
+        (9, with_more(rare=[]), "rare params must be nil or a map of some of"),
+        (9, with_more(rare={"bad_words": ["x"]}), "rare params must be nil or a map of some of"),
+        (9, with_more(rare={"logit_bias": [b"", b"12345678"]}), "one value for each of its ids"),
+        (9, with_more(rare={"logit_bias": [b"1234" * 2, b"12345678" * 2]}), "for each of its ids"),
+        (9, with_more(rare={"logit_bias": b""}), "logit_bias must be an array of 2"),
+        (9, with_more(rare={"allowed_token_ids": b""}), "allowed_token_ids must name at least one"),
+        (9, with_more(rare={"allowed_token_ids": b"\xff" * 4}), "allowed_token_ids must be a list"),
+        (9, with_more(rare={"allowed_token_ids": [1]}), "allowed_token_ids must be bin"),
+        (
+            9,
+            with_more(rare={"bad_words_token_ids": [b""]}),
+            "bad_words_token_ids must be a list of",
+        ),
+        (9, with_more(rare={"bad_words_token_ids": b""}), "bad_words_token_ids must be an array"),
         (10, True, "priority must be a whole number"),
         (10, 1.0, "priority must be a whole number"),
         (10, None, "priority must be a whole number"),
@@ -217,12 +265,12 @@ def test_a_submit_that_is_not_exactly_one_is_refused(place, value, said):
     [
         (b"", "front message of 0 bytes"),
         (msgpack.packb([]), "at least 2 values"),
-        (msgpack.packb([2, 0]), "register must carry 1 values, got 0"),
-        (msgpack.packb([2, 2, b"1234567"]), "abort: numbers must be bin"),
-        (msgpack.packb([2, 10, 5, b"", b"1234", b"", b"", b""]), "differ in length"),
-        (msgpack.packb([2, 10, 5, b"", b"", b"", b"12345678", b""]), "differ in length"),
-        (msgpack.packb([2, 11, 5, 99, "text"]), "99 is not a valid RefusalReason"),
-        (b"\x93\x02\x02" + b"\x91" * 900 + b"\x00", "bin"),
+        (msgpack.packb([3, 0]), "register must carry 1 values, got 0"),
+        (msgpack.packb([3, 2, b"1234567"]), "abort: numbers must be bin"),
+        (msgpack.packb([3, 10, 5, b"", b"1234", b"", b"", b""]), "differ in length"),
+        (msgpack.packb([3, 10, 5, b"", b"", b"", b"12345678", b""]), "differ in length"),
+        (msgpack.packb([3, 11, 5, 99, "text"]), "99 is not a valid RefusalReason"),
+        (b"\x93\x03\x02" + b"\x91" * 900 + b"\x00", "bin"),
     ],
 )
 def test_other_messages_that_are_not_exactly_one_are_refused(message, said):
@@ -233,7 +281,7 @@ def test_other_messages_that_are_not_exactly_one_are_refused(message, said):
 def test_the_number_of_a_bad_submit_can_be_told():
     """So that its client hears of it, instead of waiting for ever."""
     values = wire(submit())
-    values[9] = [99.0, 1.0, 0, 5, False, []]
+    values[9] = [99.0, 1.0, 0, 5, False, [], *NO_MORE]
     assert peek_submit_number(msgpack.packb(values)) == 7
     values[2] = "7"
     assert peek_submit_number(msgpack.packb(values)) is None

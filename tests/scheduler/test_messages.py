@@ -15,6 +15,7 @@ from rowcast.scheduler.messages import (
     PROTOCOL_VERSION,
     Admissions,
     ControlOperation,
+    Features,
     FrameKind,
     Mask,
     ProtocolError,
@@ -34,6 +35,17 @@ def i32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def some_features() -> Features:
+    return Features(
+        bias_ids=i32(0, 7),
+        bias=np.array([1.2, -0.1], np.float32),
+        allowed=i32(3, 5),
+        bad_words=(i32(9), i32(10, 11, 60)),
+        min_tokens=5,
+        min_tokens_ids=i32(2),
+    )
+
+
 def two_admissions() -> Admissions:
     return Admissions(
         rows=i32(3, 0),
@@ -46,6 +58,11 @@ def two_admissions() -> Admissions:
         temperature=np.array([0.7, 0], np.float32),
         top_p=np.array([1, 0.9], np.float32),
         top_k=i32(0, 40),
+        min_p=np.array([0, 0.1], np.float32),
+        presence_penalty=np.array([0, -2], np.float32),
+        frequency_penalty=np.array([0.5, 0], np.float32),
+        repetition_penalty=np.array([1, 1.9], np.float32),
+        features=(None, some_features()),
         num_blocks=(i32(1, 0), i32(0, 2)),
         block_ids=(i32(37), i32(12, 81)),
     )
@@ -98,6 +115,26 @@ def columns(dtype: type, length: int) -> st.SearchStrategy[np.ndarray]:
 
 
 @st.composite
+def some_or_no_features(draw):
+    ids = st.sets(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(lambda v: i32(*sorted(v)))
+    asked = {}
+    if draw(st.booleans()):
+        asked["bias_ids"] = draw(ids)
+        size = len(asked["bias_ids"])
+        biases = st.lists(st.floats(-100, 100, width=32), min_size=size, max_size=size)
+        asked["bias"] = np.array(draw(biases), np.float32)
+    if draw(st.booleans()):
+        asked["allowed"] = draw(ids)
+    if draw(st.booleans()):
+        words = st.integers(1, 5).flatmap(lambda length: columns(np.int32, length))
+        asked["bad_words"] = tuple(draw(st.lists(words, min_size=1, max_size=4)))
+    if draw(st.booleans()):
+        asked["min_tokens"] = draw(st.integers(1, 2**31 - 1))
+        asked["min_tokens_ids"] = draw(ids)
+    return Features(**asked) if asked else None
+
+
+@st.composite
 def admissions(draw, num_groups: int):
     count = draw(st.integers(1, 5))
     lengths = st.lists(st.integers(0, 6), min_size=count, max_size=count).map(lambda v: i32(*v))
@@ -114,6 +151,11 @@ def admissions(draw, num_groups: int):
         temperature=draw(columns(np.float32, count)),
         top_p=draw(columns(np.float32, count)),
         top_k=draw(columns(np.int32, count)),
+        min_p=draw(columns(np.float32, count)),
+        presence_penalty=draw(columns(np.float32, count)),
+        frequency_penalty=draw(columns(np.float32, count)),
+        repetition_penalty=draw(columns(np.float32, count)),
+        features=tuple(draw(st.lists(some_or_no_features(), min_size=count, max_size=count))),
         num_blocks=num_blocks,
         block_ids=tuple(draw(columns(np.int32, int(counts.sum()))) for counts in num_blocks),
     )
@@ -242,9 +284,9 @@ def step_with(place: int, value) -> bytes:
         (packed(PROTOCOL_VERSION, 5, 0, 0) + b"\x00", "no MessagePack"),
         (msgpack.packb({}), "an array of at least 4"),
         (packed(PROTOCOL_VERSION, 5, 0), "an array of at least 4"),
-        (packed(PROTOCOL_VERSION + 1, 5, 0, 0), "has protocol version 3, this side speaks 2"),
+        (packed(PROTOCOL_VERSION + 1, 5, 0, 0), "has protocol version 4, this side speaks 3"),
         (packed(True, 5, 0, 0), "has protocol version True"),
-        (packed(float(PROTOCOL_VERSION), 5, 0, 0), "has protocol version 2.0"),
+        (packed(float(PROTOCOL_VERSION), 5, 0, 0), "has protocol version 3.0"),
         (packed(PROTOCOL_VERSION, -5, 0, 0), "epoch must be an integer"),
         (packed(PROTOCOL_VERSION, 2**63, 0, 0), "epoch must be an integer"),
         (packed(PROTOCOL_VERSION, 5, 0, True), "sequence must be an integer"),
@@ -264,7 +306,7 @@ def step_with(place: int, value) -> bytes:
         (step_with(2, b"\0" * 8), "run_counts must have 2 entries, got 0"),
         (step_with(5, {}), "grown_block_ids must be an array"),
         (step_with(5, [b"\0"]), "grown_block_ids of group 0 must be bin"),
-        (step_with(1, []), "admissions must carry 12 values"),
+        (step_with(1, []), "admissions must carry 17 values"),
         (step_with(7, b"1234567"), "digest must be bin of 0 or 8 bytes"),
         (step_with(7, "12345678"), "digest must be bin of 0 or 8 bytes"),
         (step_with(7, None), "digest must be bin of 0 or 8 bytes"),
@@ -284,6 +326,8 @@ def test_a_frame_that_is_not_exactly_one_is_refused(frame, said):
         ({"num_tokens": i32(2, 2)}, "token_ids must have 4 entries as its lengths say, got 5"),
         ({"num_tokens": i32(6, -1)}, "a length is negative"),
         ({"seeds": np.array([1])}, "seeds must have 2 entries, got 1"),
+        ({"features": (None,)}, "features must have 2 entries, got 1"),
+        ({"min_p": np.zeros(1)}, "min_p must have 2 entries, got 1"),
         ({"top_k": i32(1, 2, 3)}, "top_k must have 2 entries, got 3"),
         ({"num_blocks": (i32(1, 0),)}, "num_blocks must have 2 KV groups, got 1"),
         ({"block_ids": (i32(37), i32(12))}, "block_ids of group 1 must have 2 entries"),
@@ -294,6 +338,57 @@ def test_admissions_whose_columns_do_not_fit_are_refused(changed, said):
     step = replace(full_step(), admissions=replace(two_admissions(), **changed))
     with pytest.raises(ProtocolError, match=said):
         decode_frame(messages.encode_step(step, epoch=5, sequence=7))
+
+
+IDS, HALF = i32(3, 5).tobytes(), np.array([0.5, 0.5], np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [
+        (None, "features must be bin"),
+        ({"allowed": IDS}, "features must be bin"),
+        (b"\xc1", "features: is no MessagePack"),
+        (packed(1), "features: must be a map of some of"),
+        (msgpack.packb({}), "features: must be a map of some of"),
+        (msgpack.packb({"mask": 1}), "features: must be a map of some of"),
+        (msgpack.packb({"bias": IDS}), "bias: must be an array of 2"),
+        (msgpack.packb({"bias": [IDS, HALF[:4]]}), "as many values as ids"),
+        (msgpack.packb({"bias": [IDS, HALF[:5]]}), "bias: must be bin of a multiple of 4"),
+        (msgpack.packb({"bias": [IDS, b"\xff" * 8]}), "bias: must be finite"),
+        (msgpack.packb({"allowed": b""}), "allowed: must have at least one id"),
+        (msgpack.packb({"allowed": i32(5, 3).tobytes()}), "at least one id, at least 0, ascending"),
+        (msgpack.packb({"allowed": i32(3, 3).tobytes()}), "ascending"),
+        (msgpack.packb({"allowed": i32(-1, 3).tobytes()}), "at least 0"),
+        (msgpack.packb({"bad_words": []}), "bad_words: must be an array of at least one"),
+        (msgpack.packb({"bad_words": [b""]}), "bad_words: must have at least one id each"),
+        (msgpack.packb({"bad_words": [7]}), "bad_words: must be bin"),
+        (msgpack.packb({"min_tokens": [0, IDS]}), "min_tokens: must be an integer in"),
+        (msgpack.packb({"min_tokens": [True, IDS]}), "min_tokens: must be an integer in"),
+        (msgpack.packb({"min_tokens": [3, b""]}), "min_tokens: must have at least one id"),
+    ],
+)
+def test_features_that_are_not_exactly_some_are_refused(features, said):
+    message = messages.encode_step(full_step(), epoch=5, sequence=7)
+    values = msgpack.unpackb(message)
+    values[5][14] = [b"", features]
+    with pytest.raises(ProtocolError, match=said):
+        decode_frame(msgpack.packb(values))
+
+
+def test_the_checksum_of_features_tells_them_apart():
+    """The digest covers it: a row with another's bad words is a row that differs."""
+    one = some_features()
+    assert one.checksum == some_features().checksum
+    assert 0 < one.checksum < 2**31
+    for changed in (
+        {"bias": np.array([1.2, 0.1], np.float32)},
+        {"allowed": None},
+        {"bad_words": (i32(9),)},
+        {"min_tokens": 4},
+        {"min_tokens_ids": i32(3)},
+    ):
+        assert replace(one, **changed).checksum != one.checksum, changed
 
 
 def test_admissions_that_admit_nobody_are_refused():
@@ -309,6 +404,11 @@ def test_admissions_that_admit_nobody_are_refused():
         temperature=i32(),
         top_p=i32(),
         top_k=i32(),
+        min_p=i32(),
+        presence_penalty=i32(),
+        frequency_penalty=i32(),
+        repetition_penalty=i32(),
+        features=(),
         num_blocks=(i32(), i32()),
         block_ids=(i32(), i32()),
     )

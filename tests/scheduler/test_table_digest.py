@@ -28,6 +28,12 @@ def i32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+COLUMNS = ["num_tokens", "num_computed_tokens", "num_prompt_tokens", "top_k", "features", "seeds"]
+REALS = [
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+]  # fmt: skip
+
+
 class Side:
     """One side's tables, filled at random; the same for the same seed."""
 
@@ -38,9 +44,10 @@ class Side:
         table.num_tokens[:] = rng.integers(12, WIDTH, ROWS)
         table.num_computed_tokens[:] = table.num_tokens - 1
         table.num_prompt_tokens[:] = rng.integers(1, 9, ROWS)
-        table.temperature[:] = rng.random(ROWS)
-        table.top_p[:] = rng.random(ROWS)
         table.top_k[:] = rng.integers(0, 50, ROWS)
+        table.features[:] = rng.integers(0, 2**31, ROWS)
+        for name in REALS:
+            getattr(table, name)[:] = rng.random(ROWS)
         table.seeds[:] = rng.integers(0, 2**63, ROWS)
         table.clear([3])
         self.token_ids = rng.integers(1, 1000, (ROWS, width)).astype(np.int32)
@@ -100,11 +107,8 @@ def test_the_digest_fits_eight_bytes_and_never_stays():
     assert max(values) >= 2**63  # all 64 bits are used
 
 
-COLUMNS = ["num_tokens", "num_computed_tokens", "num_prompt_tokens", "top_k", "seeds"]
-
-
 @pytest.mark.parametrize("row", [0, 2, 3, 7, 15, 16, 18, 19])
-@pytest.mark.parametrize("column", [*COLUMNS, "temperature", "top_p"])
+@pytest.mark.parametrize("column", [*COLUMNS, *REALS])
 def test_a_value_that_differs_is_noticed_at_once(column: str, row: int):
     """Lengths and params decide what ranks send each other in this very step. Row 3 is free."""
 
@@ -139,7 +143,7 @@ def test_a_row_that_one_side_thinks_free_is_noticed():
 def test_columns_lie_side_by_side_and_are_cleared_together():
     """In one piece of memory a column that overlaps another would go unseen until both are used."""
     columns = RowColumns(5)
-    names = [*COLUMNS, "temperature", "top_p", "live"]
+    names = [*COLUMNS, *REALS, "live"]
     for number, name in enumerate(names):
         getattr(columns, name)[:] = np.arange(1, 6) + 10 * number
     for number, name in enumerate(names[:-1]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from rowcast.scheduler.kv_groups import KVGroupSpec
-from rowcast.scheduler.messages import Admissions, SchedulerOutput
+from rowcast.scheduler.messages import Admissions, Features, SchedulerOutput
 from rowcast.worker.state import WorkerState
 
 
@@ -46,6 +46,11 @@ def request(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    min_p: float = 0.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    features: Features | None = None,
 ) -> dict:
     """One request to admit; blocks is one list a KV group, prompt its prompt length if outputs are among the tokens."""
     return {
@@ -59,6 +64,11 @@ def request(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "features": features,
     }
 
 
@@ -80,6 +90,11 @@ def admissions(*requests: dict, num_groups: int = 1) -> Admissions:
         temperature=column("temperature", np.float32),
         top_p=column("top_p", np.float32),
         top_k=column("top_k"),
+        min_p=column("min_p", np.float32),
+        presence_penalty=column("presence_penalty", np.float32),
+        frequency_penalty=column("frequency_penalty", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+        features=tuple(entry["features"] for entry in requests),
         num_blocks=tuple(
             i32(*(len(blocks_of(entry, index)) for entry in requests))
             for index in range(num_groups)
@@ -131,4 +146,7 @@ def digest(state: WorkerState) -> bytes:
     for array in row_arrays(state).values():
         fold.update(array.data)
     fold.update(repr(state.requests.request_ids).encode())
+    fold.update(repr(sorted(state.requests.penalized)).encode())
+    for row, features in sorted(state.requests.features.items()):
+        fold.update(bytes([row]) + features.pack())
     return fold.digest()

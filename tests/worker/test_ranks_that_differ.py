@@ -25,8 +25,8 @@ from rowcast.scheduler.scheduler import Scheduler
 from rowcast.tests.worker.fake_ranks import FakeGroup
 from rowcast.tests.worker.steps import group
 from rowcast.worker.loop import WorkerLoop
-from rowcast.worker.model_runner import sampling_rows
 from rowcast.worker.sampler.sampler import Sampler
+from rowcast.worker.sampling_inputs import adjustments, sampling_rows
 from rowcast.worker.state import WorkerState
 
 VOCAB_SIZE = 120
@@ -71,7 +71,10 @@ class Rank:
             last = self.state.requests.token_ids[rows, plan.seq_lens[plan.samples] - 1]
             places = torch.from_numpy(plan.seq_lens[plan.samples] * 31 + last * 7).unsqueeze(1)
             logits = torch.sin(places * 1.7 + self._ids * (self._ids + places) * 0.37) * 6
-            sampled = self._sampler.sample(logits, sampling_rows(self.state, plan), digest=digest)
+            requests = self.state.requests
+            sampled = self._sampler.sample(
+                logits, sampling_rows(requests, plan), adjustments(requests, plan), digest=digest
+            )
             tokens[plan.samples], digests = self.change_sampled(sampled.tokens), sampled.digests
         self.state.commit(plan, tokens)
         return StepResult(tokens=self.change_reported(tokens), digests=digests)
@@ -153,13 +156,22 @@ class Engine:
         self.loop.handshake()
         for number in range(NUM_REQUESTS):
             kinds = ({"temperature": 0}, {"top_k": 5}, {"top_p": 0.8}, {})
+            others = {
+                4: {"logit_bias": {3: 5.0}, "bad_words_token_ids": ((7,), (9, 11))},
+                5: {"min_p": 0.05, "frequency_penalty": 0.5, "repetition_penalty": 1.5},
+            }
             submit = Submit(
                 number=number,
                 submit_key=make_submit_key(bytes(16), number),
                 request_id=f"request-{number}",
                 prompt_token_ids=(np.arange(6) * 5 + number % 3).astype(np.int32) % VOCAB_SIZE,
                 seed=number,
-                params=SamplingParams(max_tokens=34, ignore_eos=True, **kinds[number % 4]),
+                params=SamplingParams(
+                    max_tokens=34,
+                    ignore_eos=True,
+                    **kinds[number % 4],
+                    **others.get(number % 6, {}),
+                ),
             )
             self.fronts.inbox.append((b"front", front_messages.encode(submit)))
 
@@ -267,6 +279,18 @@ def top_p(rank: Rank) -> None:
     rank.state.requests.top_p[6] = 0.79
 
 
+def least_p(rank: Rank) -> None:
+    rank.state.requests.min_p[5] = 0.5  # a row of all ids: the others offer it another way
+
+
+def repetition(rank: Rank) -> None:
+    rank.state.requests.repetition_penalty[11] = 1.75
+
+
+def rare_features(rank: Rank) -> None:
+    rank.state.requests.feature_checksums[10] ^= 1
+
+
 def seed(rank: Rank) -> None:
     rank.state.requests.seeds[11] ^= 1 << 40
 
@@ -284,7 +308,7 @@ def sampled_token(rank: Rank) -> None:
 INJECTIONS = [
     token_cell, last_known_token, block_cell, window_block_cell, chunk_block_cell, swapped_tables,
     computed_count, length, count_of_blocks, liveness, swapped_mapping,
-    temperature, top_k, top_p, seed,
+    temperature, top_k, top_p, least_p, repetition, rare_features, seed,
 ]  # fmt: skip
 
 

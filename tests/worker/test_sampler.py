@@ -14,7 +14,7 @@ from rowcast.worker.sampler.sampler import Sampler, SamplingRows
 
 
 def rows_of(
-    count: int, *, temperature=1.0, top_k=0, top_p=1.0, seeds=7, positions=None
+    count: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=7, positions=None
 ) -> SamplingRows:
     """Scalars are the same for every row; positions default to 0, 1, 2, ..."""
     positions = np.arange(count) if positions is None else positions
@@ -22,6 +22,7 @@ def rows_of(
         temperature=np.broadcast_to(np.float32(temperature), count).copy(),
         top_k=np.broadcast_to(np.int32(top_k), count).copy(),
         top_p=np.broadcast_to(np.float32(top_p), count).copy(),
+        min_p=np.broadcast_to(np.float32(min_p), count).copy(),
         seeds=np.broadcast_to(np.int64(seeds), count).copy(),
         positions=np.broadcast_to(positions, count).copy(),
     )
@@ -85,6 +86,7 @@ def test_a_mixed_batch_leaves_greedy_rows_alone_and_neighbours_change_nothing():
         temperature=rng.choice([0.0, 0.3, 1.0, 2.0], count).astype(np.float32),
         top_k=rng.choice([0, 1, 3, 50, 300, 699], count).astype(np.int32),
         top_p=rng.choice([1.0, 0.95, 0.5, 0.01], count).astype(np.float32),
+        min_p=rng.choice([0.0, 0.0, 0.2, 1e-4], count).astype(np.float32),
         seeds=rng.integers(0, 2**63, count),
         positions=rng.integers(0, 5000, count),
     )
@@ -111,6 +113,7 @@ def test_every_rank_chooses_the_same_token_whatever_the_rank_count(spread):
         temperature=rng.choice([0.0, 0.7, 1.0], count).astype(np.float32),
         top_k=rng.choice([0, 0, 5, 200, 256, 257, 1000, 3000, 5000], count).astype(np.int32),
         top_p=rng.choice([1.0, 0.9, 0.5, 0.999], count).astype(np.float32),
+        min_p=rng.choice([0.0, 0.0, 0.0, 0.1, 0.9, 1e-3], count).astype(np.float32),
         seeds=rng.integers(0, 2**63, count),
         positions=rng.integers(0, 5000, count),
     )
@@ -123,7 +126,13 @@ def test_every_rank_chooses_the_same_token_whatever_the_rank_count(spread):
 def test_ranks_with_fewer_ids_than_candidates_are_heard():
     """A rank of 3 ids offers 3 candidates of 128; its padding must neither win nor hide other ranks' ids."""
     logits = random_logits(16, 40)
-    for asked in ({"top_p": 0.9}, {"top_k": 39}, {"top_k": 7, "top_p": 0.6}):
+    for asked in (
+        {"top_p": 0.9},
+        {"top_k": 39},
+        {"top_k": 7, "top_p": 0.6},
+        {"min_p": 0.05},
+        {"min_p": 1e-6, "top_p": 0.99},
+    ):
         rows = rows_of(16, **asked)
         expected = sample(logits, rows).tolist()
         for ranks in (splits(40, 3), splits(40, 37), splits(40, 1, 2, 3)):
@@ -213,6 +222,7 @@ def test_seeds_are_independent_too():
         temperature=rows.temperature,
         top_k=rows.top_k,
         top_p=rows.top_p,
+        min_p=rows.min_p,
         seeds=np.arange(20_000),
         positions=rows.positions,
     )

@@ -127,7 +127,8 @@ def test_drawing_again_gives_the_token_that_sorting_gives():
     scores[:100] = (scores[:100] * 4).round() / 4  # ties, also at the edge of the kept set
     p = rng.uniform(0.05, 0.99, count).astype(np.float32)
     stream = torch.from_numpy(noise.streams(np.arange(count), np.full(count, 9)))
-    tokens, settled = redraw.choose(scores, stream, torch.from_numpy(p), top_p.mass(scores))
+    off = torch.zeros(count)
+    tokens, settled = redraw.choose(scores, stream, torch.from_numpy(p), off, top_p.mass(scores))
     assert settled.float().mean() > 0.8  # a small p may use up its draws
     perturbed = scores + noise.gumbel(stream, torch.arange(vocab_size))
     kept = kept_ids(scores, np.zeros(count, np.int32), p)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rowcast.scheduler.kv_groups import AttentionKind
-from rowcast.scheduler.messages import ProtocolError
+from rowcast.scheduler.messages import Features, ProtocolError
 from rowcast.tests.worker.steps import (
     admissions,
     digest,
@@ -18,6 +18,7 @@ from rowcast.tests.worker.steps import (
     step,
 )
 from rowcast.tests.worker.toy_scheduler import ToyRow, churned
+from rowcast.worker.request_states import RequestStates
 from rowcast.worker.state import WorkerState
 
 A, B = list(range(100, 140)), list(range(200, 205))
@@ -223,11 +224,28 @@ def test_any_history_leaves_what_plain_lists_hold(seed: int):
             assert requests.num_prompt_tokens[row] == held.num_prompt
             assert requests.num_computed_tokens[row] == held.computed
             assert requests.seeds[row] == held.seed
+            _assert_asks(requests, row, held)
             assert requests.token_ids[row].tolist() == padded(held.tokens, state.max_model_len)
             for group, width in enumerate(state.block_tables.max_blocks):
                 assert state.block_tables.num_blocks[group][row] == len(held.blocks[group])
                 table = state.block_tables.table[group][row].tolist()
                 assert table == padded(held.blocks[group], width)
+
+
+def _assert_asks(requests: RequestStates, row: int, held: ToyRow) -> None:
+    """A row has what its request asked for and the defaults for the rest; a free one has nothing."""
+    live = held.request_id is not None
+    for name, default in (
+        ("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("presence_penalty", 0),
+        ("frequency_penalty", 0), ("repetition_penalty", 1),
+    ):  # fmt: skip
+        value = held.asked.get(name, default) if live else 0
+        assert getattr(requests, name)[row] == np.float32(value), name
+    features = held.asked.get("features")
+    assert requests.features.get(row) == features
+    assert requests.feature_checksums[row] == (0 if features is None else features.checksum)
+    penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+    assert (row in requests.penalized) == bool(penalties & held.asked.keys())
 
 
 def padded(numbers: list[int], width: int) -> list[int]:
@@ -263,6 +281,28 @@ WRONG_STEPS = {
     "top_p zero": (step(request(4, [1], top_p=0)), "top_p must be"),
     "top_p NaN": (step(request(4, [1], top_p=np.nan)), "top_p must be"),
     "top_k negative": (step(request(4, [1], top_k=-1)), "top_k must be"),
+    "min_p above 1": (step(request(4, [1], min_p=1.5)), r"min_p must be in \[0, 1\], got 1.5"),
+    "min_p NaN": (step(request(4, [1], min_p=np.nan)), "min_p must be"),
+    "presence_penalty below": (step(request(4, [1], presence_penalty=-2.5)), "presence_penalty"),
+    "frequency_penalty NaN": (step(request(4, [1], frequency_penalty=np.nan)), "frequency_penal"),
+    "repetition_penalty 0": (step(request(4, [1], repetition_penalty=0)), "repetition_penalty mu"),
+    "repetition_penalty NaN": (step(request(4, [1], repetition_penalty=np.nan)), "repetition_pen"),
+    "biased id": (
+        step(request(4, [1], features=Features(bias_ids=i32(3, 1000), bias=np.ones(2)))),
+        r"request 'request-4': logit_bias: token ids are \[0, 1000\), got 1000",
+    ),
+    "allowed id": (
+        step(request(4, [1], features=Features(allowed=i32(1000)))),
+        "allowed_token_ids: token ids",
+    ),
+    "id of a bad word": (
+        step(request(4, [1], features=Features(bad_words=(i32(3), i32(-1, 5))))),
+        "bad_words: token ids.*got -1",
+    ),
+    "id that min_tokens forbids": (
+        step(request(4, [1], features=Features(min_tokens=1, min_tokens_ids=i32(1000)))),
+        "min_tokens: token ids",
+    ),
     "cached tokens without blocks": (
         step(request(4, range(40), [9, 10], cached=33)),
         "request 'request-4' to row 4: KV group 0 needs blocks for every cached token, got 2",

@@ -19,11 +19,11 @@ GROUP = KVGroupSpec(block_size=16, num_kv_heads=1, head_dim=8, layers=(0,))
             64,
             8,
             32,
-            [2, 1, 0, 10, 5, 0],
+            [2, 1, 0, 12, 6, 0],
         ),  # prefill, decode, free; with one row, then one of each kind
         (1, 8, 32, [1, 1, 0]),
         (3, 8, 32, [2, 1, 0]),
-        (64, 8, 2, [1, 0, 5, 0]),  # a prompt of one token leaves no room to decode
+        (64, 8, 2, [1, 0, 6, 0]),  # a prompt of one token leaves no room to decode
     ],
 )
 def test_the_steps_run_tokens_within_the_limits(

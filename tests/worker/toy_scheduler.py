@@ -6,10 +6,10 @@ Shares no code with the worker or with `scheduler/agreement.py` on purpose: it i
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from rowcast.scheduler.messages import SchedulerOutput
+from rowcast.scheduler.messages import Features, SchedulerOutput
 from rowcast.tests.worker.steps import i32, make_state, request, step
 from rowcast.worker.state import WorkerState
 
@@ -22,6 +22,7 @@ class ToyRow:
     computed: int
     blocks: list[list[int]]  # one list a group
     seed: int
+    asked: dict = field(default_factory=dict)  # of sampling, by the names that `request` has
 
 
 @dataclass
@@ -104,13 +105,38 @@ class ToyScheduler:
         self._names += 1
         prompt = self.random.randint(1, length)
         seed = self.random.randrange(2**63)
+        asked = self._asked()
         self.rows[row] = ToyRow(
-            f"request-{self._names}", tokens, prompt, cached, [list(ids) for ids in blocks], seed
-        )
+            f"request-{self._names}", tokens, prompt, cached, [list(ids) for ids in blocks], seed,
+            asked,
+        )  # fmt: skip
         return request(
             row, tokens, *blocks, cached=cached, prompt=prompt, seed=seed,
-            request_id=f"request-{self._names}",
+            request_id=f"request-{self._names}", **asked,
         )  # fmt: skip
+
+    def _asked(self) -> dict:
+        """Each option of sampling, or its default, at a whim."""
+        draw = self.random
+        limits = {
+            "temperature": (0, 2), "top_p": (0.1, 1), "min_p": (0, 1), "presence_penalty": (-2, 2),
+            "frequency_penalty": (-2, 2), "repetition_penalty": (0.1, 2),
+        }  # fmt: skip
+        asked: dict = {
+            name: draw.uniform(*limit) for name, limit in limits.items() if draw.random() < 0.3
+        }
+        if draw.random() < 0.3:
+            asked["top_k"] = draw.randint(1, 9)
+        if draw.random() < 0.4:
+            asked["features"] = Features(
+                bias_ids=i32(0, draw.randint(1, self.vocab_size - 1)),
+                bias=np.array([draw.uniform(-100, 100), 1.5], np.float32),
+                allowed=i32(draw.randrange(self.vocab_size)) if draw.random() < 0.5 else None,
+                bad_words=tuple(i32(7, draw.randrange(900)) for _ in range(draw.randrange(3))),
+                min_tokens=draw.randint(1, 9),
+                min_tokens_ids=i32(*range(draw.randint(1, 9))),
+            )
+        return asked
 
     def _blocks(self, count: int) -> list[int]:
         return [self.random.randrange(1, self.num_blocks) for _ in range(count)]

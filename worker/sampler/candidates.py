@@ -20,8 +20,10 @@ def best_candidates(scores: torch.Tensor, width: int, first_id: int) -> torch.Te
     values, places = scores.topk(min(taken + 1, num_ids), dim=1)
     found = keys.pack(values[:, :taken], places[:, :taken] + first_id)
     if taken < num_ids:
-        # topk takes any of equal scores; that matters only where the last taken equals the first left out.
-        tied = values[:, taken - 1] == values[:, taken]
+        # topk takes any of equal scores; that matters only where the last taken equals the first left out, and may be
+        # chosen at all.
+        last = values[:, taken - 1]
+        tied = (last == values[:, taken]) & (last > float("-inf"))
         if bool(tied.any()):
             ids = torch.arange(first_id, first_id + num_ids, device=scores.device)
             found[tied] = keys.pack(scores[tied], ids).topk(taken, dim=1).values

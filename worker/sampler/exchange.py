@@ -2,9 +2,9 @@
 
     [digest | one key for each single row | width keys for each filtered row | one float64 mass for each filtered row]
 
-Single rows (greedy, or all tokens at a temperature) need their best key alone; filtered ones (top-k, top-p) need a
-choice of candidates. The digest is 8 bytes of whatever the ranks want to compare (DESIGN.md, agreement); it rides here
-because a collective of its own would cost a step's latency again.
+Single rows (greedy, or all tokens at a temperature) need their best key alone; filtered ones (min-p, top-k, top-p)
+need a choice of candidates. The digest is 8 bytes of whatever the ranks want to compare (DESIGN.md, agreement); it
+rides here because a collective of its own would cost a step's latency again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Logits of this rank's part of the vocabulary -> one token a row, the same on every rank.
 
-Order, per row: temperature, top-k, top-p, then Gumbel noise and the highest wins. Every rank offers its best
-candidates, one all-gather makes all offers known, and each rank decides from the same numbers. Where the candidates
-cannot settle a row (top-p of a flat distribution, a large k), that row's logits are gathered whole.
+Order, per row: what it asks to be adjusted (`adjustments.py`); then greedily the highest, or temperature, min-p, top-k,
+top-p, Gumbel noise and the highest. Every rank offers its best candidates, one all-gather makes all offers known, and
+each rank decides from the same numbers. Where the candidates cannot settle a row (top-p of a flat distribution, a large
+k, a small min-p), that row's logits are gathered whole.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 
 from ..parallel import TensorParallelGroup
-from . import candidates, greedy, keys, noise, redraw, temperature, top_k, top_p
+from . import candidates, greedy, keys, min_p, noise, redraw, temperature, top_k, top_p
+from .adjustments import Adjustments
 from .exchange import Offer, exchange
 
-# Candidates a rank offers for a row with top-p alone; how many it takes is known only afterwards.
+# Candidates a rank offers for a row with top-p or min-p alone; how many it takes is known only afterwards.
 TOP_P_CANDIDATES = 128
 # Candidates a rank offers at most. A row of larger k is gathered whole.
 MAX_CANDIDATES = 256
@@ -34,6 +36,7 @@ class SamplingRows:
     temperature: np.ndarray  # float32
     top_k: np.ndarray  # int32, 0 keeps all
     top_p: np.ndarray  # float32
+    min_p: np.ndarray  # float32, 0 keeps all
     seeds: np.ndarray  # int64
     positions: np.ndarray  # integer
 
@@ -43,6 +46,7 @@ class SamplingRows:
             temperature=self.temperature[chosen],
             top_k=self.top_k[chosen],
             top_p=self.top_p[chosen],
+            min_p=self.min_p[chosen],
             seeds=self.seeds[chosen],
             positions=self.positions[chosen],
         )
@@ -68,14 +72,28 @@ class Sampler:
         self._vocab_size = sum(self._sizes)
         self._rows = vocab_rows_of_rank[parallel.rank]
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows, *, digest: int = 0) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        adjustments: Adjustments | None = None,
+        *,
+        digest: int = 0,
+    ) -> Sampled:
         """Choose. Every rank calls it with the same rows; digest, in [0, 2**64), may differ and comes back from each.
 
-        Shapes: logits [num_sampling, vocabulary rows of this rank], any float dtype, left as they are.
+        Shapes: logits [num_sampling, vocabulary rows of this rank], any float dtype; left as they are, but for rows
+            that are adjusted.
         """
         logits = logits.float()
+        if adjustments is not None:
+            adjustments.apply(logits, self._rows, self._vocab_size)
         is_greedy = temperature.is_greedy(rows.temperature) | (rows.top_k == 1)
-        is_free = top_k.is_off(rows.top_k, self._vocab_size) & top_p.is_off(rows.top_p)
+        is_free = (
+            top_k.is_off(rows.top_k, self._vocab_size)
+            & top_p.is_off(rows.top_p)
+            & min_p.is_off(rows.min_p)
+        )
         filtered = np.flatnonzero(~is_greedy & ~is_free)
         single = np.flatnonzero(is_greedy | is_free)
         best = self._best_of_single(logits, rows, single, is_greedy[single])
@@ -170,7 +188,7 @@ class Sampler:
 
 
 class _Filter:
-    """Top-k and top-p of some rows, on candidates in order."""
+    """Min-p, top-k and top-p of some rows, on candidates in order."""
 
     def __init__(self, rows: SamplingRows, vocab_size: int, device: torch.device) -> None:
         self._asked = rows
@@ -184,6 +202,8 @@ class _Filter:
             device
         )
         self._no_k = torch.from_numpy(no_k).to(device)
+        self._min_p = torch.from_numpy(rows.min_p).to(device)
+        self._no_min_p = torch.from_numpy(min_p.is_off(rows.min_p)).to(device)
         self._top_p = torch.from_numpy(rows.top_p).to(device)
         self._no_p = torch.from_numpy(top_p.is_off(rows.top_p)).to(device)
         self._stream = torch.from_numpy(noise.streams(rows.seeds, rows.positions)).to(device)
@@ -197,19 +217,21 @@ class _Filter:
         """Which candidates stay, and for which rows the certain ones settle it.
 
         Shapes: ordered [n, num_ordered] keys, best first; certain [n], how many of them are known to be the
-            vocabulary's best; total [n] float64, the mass of the whole vocabulary, read for rows without top-k.
+            vocabulary's best; total [n] float64, the mass of the whole vocabulary, read for rows with top-p alone.
             Returns kept [n, num_ordered] bool, settled [n] bool.
         """
         scores = keys.scores_of(ordered)
         is_certain = top_k.kept(certain, ordered.shape[1])
-        after_k = top_k.kept(self._top_k, ordered.shape[1]) & is_certain
-        enough_k = certain >= self._top_k
+        lowest = min_p.lowest_kept(scores[:, 0], self._min_p)
+        after_min_p = is_certain & (scores >= lowest.unsqueeze(1))
+        after_k = after_min_p & top_k.kept(self._top_k, ordered.shape[1])
+        # All that these two keep are seen once there are k, or one that min-p drops, or no others.
+        seen_all = (certain >= self._top_k) | (after_min_p.sum(dim=1) < certain)
         of_k = (scores.double() - scores[:, :1].double()).exp().masked_fill_(~after_k, 0.0)
-        total = torch.where(self._no_k, total, of_k.sum(dim=1))
+        p_alone = self._no_k & self._no_min_p
+        total = torch.where(p_alone, total, of_k.sum(dim=1))
         after_p, reached = top_p.kept(scores, after_k, self._top_p, total)
-        settled = torch.where(
-            self._no_k, (reached & ~self._no_p) | (certain >= self._vocab_size), enough_k
-        )
+        settled = seen_all | (p_alone & reached & ~self._no_p)
         return torch.where(self._no_p.unsqueeze(1), after_k, after_p), settled
 
     def redraw(self, whole: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,6 +245,7 @@ class _Filter:
                 _take(whole, rows),
                 _take(self._stream, rows),
                 _take(self._top_p, rows),
+                _take(self._min_p, rows),
                 _take(total, rows),
             )
         return tokens, settled

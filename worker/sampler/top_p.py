@@ -1,13 +1,15 @@
 """Top-p: of the ids in order of score, the fewest whose probability together reaches p stay, at least one.
 
-Probabilities are those after temperature and top-k. Sums are float64: how ids are dealt to ranks changes the order of
-summation, and must not change which ids stay.
+Probabilities are those after temperature, min-p and top-k. Sums are float64: how ids are dealt to ranks changes the
+order of summation, and must not change which ids stay.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+
+_LOWEST = -1e300  # below any float32, and -inf less this is -inf, not NaN
 
 
 def is_off(top_p: np.ndarray) -> np.ndarray:
@@ -18,12 +20,15 @@ def is_off(top_p: np.ndarray) -> np.ndarray:
 def mass(scores: torch.Tensor) -> torch.Tensor:
     """The sum of exp(score - highest score) of each row, one rank's part of the softmax's denominator.
 
+    0 where all scores are -inf: nothing of this rank's part may be chosen.
+
     Shapes: scores [n, num_ids] float32; returns [n] float64.
     """
     parts = []
     for part in scores.split(8):  # a float64 copy of all rows at once would be large
         wide = part.double()
-        parts.append(wide.sub_(wide.amax(dim=1, keepdim=True)).exp_().sum(dim=1))
+        highest = wide.amax(dim=1, keepdim=True).clamp_(min=_LOWEST)
+        parts.append(wide.sub_(highest).exp_().sum(dim=1))
     return torch.cat(parts)
 
 
