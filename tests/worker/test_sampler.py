@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from rowcast.tests.worker.fake_ranks import on_ranks
-from rowcast.worker.parallel import TensorParallelGroup
+from rowcast.tests.worker.sampling import random_logits, rows_of, sample
 from rowcast.worker.sampler.sampler import Sampler, SamplingRows
-
-
-def rows_of(
-    count: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=7, positions=None
-) -> SamplingRows:
-    """Scalars are the same for every row; positions default to 0, 1, 2, ..."""
-    positions = np.arange(count) if positions is None else positions
-    return SamplingRows(
-        temperature=np.broadcast_to(np.float32(temperature), count).copy(),
-        top_k=np.broadcast_to(np.int32(top_k), count).copy(),
-        top_p=np.broadcast_to(np.float32(top_p), count).copy(),
-        min_p=np.broadcast_to(np.float32(min_p), count).copy(),
-        seeds=np.broadcast_to(np.int64(seeds), count).copy(),
-        positions=np.broadcast_to(positions, count).copy(),
-    )
-
-
-def sample(logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
-    sampler = Sampler((range(logits.shape[1]),), TensorParallelGroup.alone())
-    return sampler.sample(logits, rows).tokens
 
 
 def splits(vocab_size: int, *cuts: int) -> tuple[range, ...]:
@@ -45,12 +24,6 @@ def sample_on(
         return Sampler(ranks, group).sample(logits[:, mine.start : mine.stop], rows).tokens
 
     return on_ranks(len(ranks), work)
-
-
-def random_logits(
-    rows: int, vocab_size: int, *, seed: int = 0, spread: float = 3.0
-) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
 # ---------------------------------------------------------------- greedy (SA-01)
@@ -162,89 +135,6 @@ def test_the_same_seed_and_position_choose_the_same_token_and_others_do_not():
     assert (sample(logits, rows_of(200, seeds=42)) == first).all()
     assert (sample(logits, rows_of(200, seeds=43)) != first).mean() > 0.9
     assert len(set(first.tolist())) > 150  # positions 0, 1, 2, ... draw anew
-
-
-# ---------------------------------------------------------------- distribution
-
-
-def reference_probabilities(
-    logits: torch.Tensor, *, temperature=1.0, top_k=0, top_p=1.0
-) -> np.ndarray:
-    """Softmax with filters the slow way: sort, cut, renormalize."""
-    scores = logits.double().numpy() / temperature
-    order = np.argsort(-scores, kind="stable")
-    if top_k:
-        order = order[:top_k]
-    weights = np.exp(scores[order] - scores[order[0]])
-    weights /= weights.sum()
-    if top_p < 1:
-        keep = int(np.searchsorted(np.cumsum(weights), top_p * (1 - 1e-9))) + 1
-        order, weights = order[:keep], weights[:keep]
-    out = np.zeros(len(scores))
-    out[order] = weights / weights.sum()
-    return out
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"temperature": 0.6},
-        {"temperature": 2.0},
-        {"top_k": 7},
-        {"top_p": 0.8},
-        {"temperature": 1.5, "top_k": 12, "top_p": 0.9},
-    ],
-    ids=str,
-)
-def test_frequencies_follow_the_exact_softmax(asked):
-    """Chi-square over 20,000 draws from 30 ids: below df + 10 * sqrt(2 df), and nothing outside the filters."""
-    draws = 20_000
-    logits = random_logits(1, 30, seed=3, spread=1.5)[0]
-    expected = reference_probabilities(logits, **asked) * draws
-    counts = np.zeros(30)
-    for seed in (11, 2**62):
-        half = rows_of(draws // 2, seeds=seed, **asked)
-        counts += np.bincount(sample(logits.expand(draws // 2, -1), half), minlength=30)
-    assert counts[expected == 0].sum() == 0
-    likely = expected > 5
-    rare = counts[~likely].sum() - expected[~likely].sum()
-    chi_square = ((counts - expected)[likely] ** 2 / expected[likely]).sum() + rare**2 / 5
-    df = int(likely.sum())
-    assert chi_square < df + 10 * math.sqrt(2 * df), (chi_square, df)
-
-
-def test_seeds_are_independent_too():
-    """The same position under seeds 0, 1, 2, ... must be as good as one seed's positions: n > 1 draws so."""
-    logits = random_logits(1, 30, seed=3, spread=1.5)[0]
-    rows = rows_of(20_000, seeds=0, positions=5)
-    rows = SamplingRows(
-        temperature=rows.temperature,
-        top_k=rows.top_k,
-        top_p=rows.top_p,
-        min_p=rows.min_p,
-        seeds=np.arange(20_000),
-        positions=rows.positions,
-    )
-    counts = np.bincount(sample(logits.expand(20_000, -1), rows), minlength=30)
-    expected = reference_probabilities(logits) * 20_000
-    likely = expected > 5
-    chi_square = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
-    df = int(likely.sum())
-    assert chi_square < df + 10 * math.sqrt(2 * df), (chi_square, df)
-
-
-def test_the_tail_is_reachable():
-    """SA-02, smaller: noise that is too coarse never lets ids of probability 1e-6 win."""
-    vocab_size, draws = 20_000, 4_000
-    weights = torch.ones(vocab_size)
-    weights[123] = vocab_size * 20.0
-    tail = 1 / 21
-    tokens = sample(weights.log().expand(draws, -1), rows_of(draws))
-    in_tail = tokens[tokens != 123]
-    sigma = math.sqrt(draws * tail * (1 - tail))
-    assert abs(len(in_tail) - draws * tail) < 5 * sigma
-    assert len(set(in_tail.tolist())) > 0.9 * len(in_tail)
 
 
 def test_tiny_temperature_is_greedy_and_stays_finite():
