@@ -74,20 +74,71 @@ class Architecture:
 
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
+_GEMMA_2 = {
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_QWEN_2 = {
+    "hidden_act": "silu",
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+}
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": Architecture(defaults={"hidden_act": "silu"}, computes=_BIASES),
-        "Gemma3ForCausalLM": Architecture(
+        "SmolLM3ForCausalLM": Architecture(
             defaults={
-                "eos_token_id": 1,
-                "head_dim": 256,
-                "hidden_activation": "gelu_pytorch_tanh",
-                "query_pre_attn_scalar": 256,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 6,
+                "hidden_act": "silu",
+                "no_rope_layer_interval": 4,
+                "num_key_value_heads": 4,
                 "tie_word_embeddings": True,
             },
+            computes=_BIASES | {"no_rope_layer_interval", "no_rope_layers", "use_sliding_window"},
+            windows=Windows.UNROTATED,
+            rope_theta=2_000_000.0,
+        ),
+        "MistralForCausalLM": Architecture(
+            defaults={"hidden_act": "silu", "num_key_value_heads": 8, "sliding_window": 4096},
+            windows=Windows.ALL,
+        ),
+        "Qwen2ForCausalLM": Architecture(
+            defaults=_QWEN_2,
+            computes=frozenset({"use_sliding_window"}),
+            windows=Windows.UPPER,
+            qkv_bias=True,
+        ),
+        "Qwen3ForCausalLM": Architecture(
+            defaults={**_QWEN_2, "head_dim": 128},
+            computes=frozenset({"attention_bias", "use_sliding_window"}),
+            windows=Windows.UPPER,
+            qk_norm=QKNorm.HEAD,
+        ),
+        "Gemma2ForCausalLM": Architecture(
+            defaults={
+                **_GEMMA_2,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+            computes=frozenset(
+                {"attention_bias", "attn_logit_softcapping", "final_logit_softcapping"}
+                | {"query_pre_attn_scalar"}
+            ),
+            activation_key="hidden_activation",
+            windows=Windows.ALTERNATING,
+            post_norms=True,
+            offset_norms=True,
+            wide_norms=True,
+            scaled_embeddings=True,
+        ),
+        "Gemma3ForCausalLM": Architecture(
+            defaults={**_GEMMA_2, "sliding_window_pattern": 6},
             computes=frozenset({"attention_bias", "query_pre_attn_scalar"}),
             activation_key="hidden_activation",
             windows=Windows.PATTERN,
@@ -98,6 +149,40 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             offset_norms=True,
             wide_norms=True,
             scaled_embeddings=True,
+        ),
+        "Phi3ForCausalLM": Architecture(
+            defaults={
+                "hidden_act": "silu",
+                "original_max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+            },
+            windows=Windows.ALL,
+            partial_rotary=True,
+            fused_projections=True,
+        ),
+        "Olmo2ForCausalLM": Architecture(
+            defaults={"hidden_act": "silu", "rms_norm_eps": 1e-5},
+            computes=frozenset({"attention_bias"}),
+            qk_norm=QKNorm.ALL_HEADS,
+            pre_norms=False,
+            post_norms=True,
+            wide_norms=True,
+        ),
+        "GraniteForCausalLM": Architecture(
+            defaults={"attention_multiplier": 1.0, "hidden_act": "silu"},
+            computes=_BIASES
+            | {"attention_multiplier", "embedding_multiplier", "logits_scaling"}
+            | {"residual_multiplier"},
+        ),
+        "StableLmForCausalLM": Architecture(
+            defaults={
+                "hidden_act": "silu",
+                "num_key_value_heads": 32,
+                "partial_rotary_factor": 0.25,
+            },
+            computes=frozenset({"qk_layernorm", "use_parallel_residual", "use_qkv_bias"}),
+            partial_rotary=True,
+            layer_norms=True,
         ),
     }
 )

@@ -133,6 +133,93 @@ def test_sliding_layers_have_their_own_rope_base(tmp_path: Path, said):
     assert config.attention_scale == 168**-0.5
 
 
+def of(architecture: str, **changes) -> dict:
+    """LLAMA under another name."""
+    return {**LLAMA, "architectures": [f"{architecture}ForCausalLM"], **changes}
+
+
+@pytest.mark.parametrize(
+    ("base", "windows"),
+    [
+        (of("Mistral"), [4096] * 2),
+        (of("Mistral", sliding_window=None), [0] * 2),
+        (of("Phi3"), [0] * 2),
+        (of("Phi3", sliding_window=9), [9] * 2),
+        (of("Qwen2", sliding_window=9, use_sliding_window=False, max_window_layers=0), [0] * 2),
+        (of("Qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1), [0, 9]),
+        (of("Qwen2", use_sliding_window=True, max_window_layers=2), [0] * 2),
+        (of("Qwen3", use_sliding_window=True, layer_types=[SLIDING, FULL]), [4096, 0]),
+        (of("SmolLM3", use_sliding_window=True, sliding_window=5, no_rope_layers=[0, 1]), [5, 0]),
+        (of("SmolLM3", sliding_window=5, no_rope_layers=[0, 1]), [0] * 2),
+        (of("Gemma2", num_key_value_heads=3), [4096, 0]),
+        (of("Gemma2", layer_types=[FULL, FULL], num_key_value_heads=3), [0] * 2),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else str(value),
+)
+def test_which_layers_see_a_window(tmp_path: Path, base, windows):
+    """Qwen2 folders name a window that use_sliding_window turns off; Mistral's and Phi3's is every layer's."""
+    config = ModelConfig.from_folder(folder_with(tmp_path, base))
+    assert [layer.window for layer in config.layers] == windows
+
+
+def test_layers_without_rope_are_each_fourth_or_those_that_are_named(tmp_path: Path):
+    base = of("SmolLM3", num_hidden_layers=5)
+    turns = [
+        layer.rope is not None
+        for layer in ModelConfig.from_folder(folder_with(tmp_path, base)).layers
+    ]
+    assert turns == [True, True, True, False, True]
+    named = folder_with(tmp_path, base, no_rope_layers=[0, 1, 1, 0, 0])
+    turns = [layer.rope is not None for layer in ModelConfig.from_folder(named).layers]
+    assert turns == [False, True, True, False, False]
+
+
+def test_biases_scales_and_caps_are_where_each_architecture_has_them(tmp_path: Path):
+    qwen = ModelConfig.from_folder(folder_with(tmp_path, of("Qwen2")))
+    assert (qwen.qkv_bias, qwen.output_bias) == (True, False)
+    qwen3 = ModelConfig.from_folder(folder_with(tmp_path, of("Qwen3", attention_bias=True)))
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
+    stable = of("StableLm", use_qkv_bias=True, qk_layernorm=True, layer_norm_eps=0.25)
+    stablelm = ModelConfig.from_folder(folder_with(tmp_path, stable))
+    assert (stablelm.qkv_bias, stablelm.output_bias) == (True, False)
+    assert (stablelm.qk_norm, stablelm.norm_eps) == (QKNorm.EACH_HEAD, 0.25)
+    assert stablelm.layers[0].rope == Rope(rotary_fraction=0.25)
+    gemma = ModelConfig.from_folder(folder_with(tmp_path, of("Gemma2", num_key_value_heads=3)))
+    assert (gemma.attention_softcap, gemma.logits_softcap) == (50.0, 30.0)
+    assert gemma.attention_scale == 256**-0.5
+    granite = ModelConfig.from_folder(folder_with(tmp_path, of("Granite", logits_scaling=8)))
+    assert (granite.attention_scale, granite.logits_divisor) == (1.0, 8.0)
+    olmo = ModelConfig.from_folder(folder_with(tmp_path, of("Olmo2")))
+    assert (olmo.pre_norms, olmo.post_norms, olmo.qk_norm) == (False, True, QKNorm.ALL_HEADS)
+
+
+@pytest.mark.parametrize(
+    ("base", "named"),
+    [
+        (of("Mistral", layer_types=[FULL, SLIDING]), 'layer_types has "full_attention"'),
+        (of("Mistral", attention_bias=True), "attention_bias = true"),
+        (of("Qwen2", layer_types=[FULL, SLIDING]), 'layer_types has "sliding_attention"'),
+        (of("Qwen2", query_pre_attn_scalar=4), "query_pre_attn_scalar = 4"),
+        (of("Qwen3", max_window_layers=-1, use_sliding_window=True), "max_window_layers must be"),
+        (of("SmolLM3", no_rope_layers=[1, 2]), "no_rope_layers must be a list of 2 numbers 0 or 1"),
+        (of("SmolLM3", no_rope_layers=[1]), "no_rope_layers must be a list of 2 numbers 0 or 1"),
+        (of("Granite", attention_multiplier=0), "attention_multiplier must be a number above 0"),
+        (of("Gemma2", attn_logit_softcapping=-1.0), "attn_logit_softcapping must be a number"),
+        (of("Phi3", partial_rotary_factor=1.5), "must give an even number in [2, 8], got 12"),
+        (of("StableLm", partial_rotary_factor=0.2), "must give an even number in [2, 8], got 1"),
+        (of("Olmo2", clip_qkv=8.0), "clip_qkv = 8.0"),
+        (of("Llama", use_parallel_residual=True), "use_parallel_residual = true"),
+        (of("Llama", use_sliding_window=True), "use_sliding_window = true"),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else value,
+)
+def test_what_an_architecture_does_not_compute_is_refused_by_name(tmp_path: Path, base, named):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
+        ModelConfig.from_folder(folder_with(tmp_path, base))
+    assert named in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
 def test_eos_ids_are_those_of_both_files(tmp_path: Path):
     """A chat model's end of turn is often in generation_config.json alone, and the text ran on past it."""
     folder = folder_with(tmp_path, generation={"eos_token_id": [7, 2]}, eos_token_id=2)
@@ -146,7 +233,7 @@ def test_eos_ids_are_those_of_both_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "architecture Qwen3MoeForCausalLM is not"),
+        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM is not"),
         ({"architectures": "absent"}, "architecture nothing"),
         (
             {"rope_scaling": {"rope_type": "proportional", "factor": 8.0}},

@@ -246,12 +246,7 @@ class _Loader:
         if config.qk_norm is QKNorm.NONE:
             return None
         if config.qk_norm is QKNorm.EACH_HEAD:
-            names = [f"q_layernorm.norms.{head}" for head in heads.q_heads]
-            names += [f"k_layernorm.norms.{head}" for head in heads.kv_heads]
-            weights = [
-                self._norm_weight(f"{attention}.{name}.weight", config.head_dim) for name in names
-            ]
-            return LayerNorm(torch.stack(weights), None, config.norm_eps)
+            return self._each_head_norm(attention)
         if config.qk_norm is QKNorm.HEAD:
             query, key = (
                 self._norm_weight(f"{attention}.{name}.weight", config.head_dim)
@@ -275,6 +270,21 @@ class _Loader:
             counts_kv=heads.counts_kv(config.num_heads // config.num_kv_heads),
             parallel=self._parallel,
         )
+
+    def _each_head_norm(self, attention: str) -> LayerNorm:
+        """Every head's weight is a tensor of its own; reading those of other ranks too shows that none is left over."""
+        config, heads = self._config, self._shard.heads
+        mine = []
+        for name, num_heads, own in (
+            ("q_layernorm", config.num_heads, heads.q_heads),
+            ("k_layernorm", config.num_kv_heads, heads.kv_heads),
+        ):
+            weights = [
+                self._norm_weight(f"{attention}.{name}.norms.{head}.weight", config.head_dim)
+                for head in range(num_heads)
+            ]
+            mine += weights[own.start : own.stop]
+        return LayerNorm(torch.stack(mine), None, config.norm_eps)
 
     def vocab_rows(self, name: str) -> torch.Tensor:
         config, rows = self._config, self._shard.vocab_rows
