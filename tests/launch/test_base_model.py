@@ -71,7 +71,8 @@ def test_run_continues_the_text_and_refuses_a_chat(command_line, llm: LLM, folde
 
 def test_a_front_rejects_a_clients_conversation(folder: Path) -> None:
     """`Client.chat` sends the conversation as it is: the front has the template, or has none."""
-    from rowcast.cluster.front import Front, FrontConfig, FrontRequest, Rejected
+    from rowcast.cluster.chat_options import ChatOptions
+    from rowcast.cluster.front import ChatPrompt, Front, FrontConfig, FrontRequest, Rejected
     from rowcast.scheduler.config import SchedulerConfig
     from rowcast.scheduler.front_messages import RefusalReason
     from rowcast.scheduler.kv_groups import KVGroupSpec
@@ -89,7 +90,8 @@ def test_a_front_rejects_a_clients_conversation(folder: Path) -> None:
             mailbox_idle_s=1.0,
         )
     )
-    request = FrontRequest(counter=0, request_id="a", prompt=CHAT, params=GREEDY, seed=1)
+    prompt = ChatPrompt(messages=[dict(m) for m in CHAT], options=ChatOptions())
+    request = FrontRequest(counter=0, request_id="a", prompt=prompt, params=GREEDY, seed=1)
     (answer,) = asyncio.run(front.submit(b"client", [request]))
     assert isinstance(answer, Rejected)
     assert answer.reason is RefusalReason.INVALID
