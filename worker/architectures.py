@@ -12,6 +12,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+from .expert_config import ExpertRules
+
 
 class Windows(Enum):
     """Which layers see a sliding window, where config.json does not name every layer's type."""
@@ -53,6 +55,7 @@ class Architecture:
     wide_norms: norms are scaled in float32 and then rounded to the model's dtype, not the other way round.
     scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
     fused_projections: q, k and v are stored as one matrix, and so are gate and up.
+    experts: how it says and stores its mixture of experts, if it has one.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -71,9 +74,11 @@ class Architecture:
     wide_norms: bool = False
     scaled_embeddings: bool = False
     fused_projections: bool = False
+    experts: ExpertRules | None = None
 
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
+_EXPERTS = frozenset({"num_experts", "num_local_experts"})
 _GEMMA_2 = {
     "eos_token_id": 1,
     "head_dim": 256,
@@ -183,6 +188,46 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             computes=frozenset({"qk_layernorm", "use_parallel_residual", "use_qkv_bias"}),
             partial_rotary=True,
             layer_norms=True,
+        ),
+        "MixtralForCausalLM": Architecture(
+            defaults={
+                "eos_token_id": 2,
+                "hidden_act": "silu",
+                "num_experts_per_tok": 2,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+            },
+            computes=_EXPERTS,
+            windows=Windows.ALL,
+            rope_theta=1_000_000.0,
+            experts=ExpertRules(
+                width_key="intermediate_size",
+                selective=False,
+                block="block_sparse_moe",
+                gate="w1",
+                up="w3",
+                down="w2",
+            ),
+        ),
+        "Qwen3MoeForCausalLM": Architecture(
+            defaults={
+                "hidden_act": "silu",
+                "moe_intermediate_size": 768,
+                "num_experts_per_tok": 8,
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+            },
+            computes=_EXPERTS | {"attention_bias", "use_sliding_window"},
+            windows=Windows.ALL,
+            qk_norm=QKNorm.HEAD,
+            experts=ExpertRules(
+                width_key="moe_intermediate_size",
+                selective=True,
+                block="mlp",
+                gate="gate_proj",
+                up="up_proj",
+                down="down_proj",
+            ),
         ),
     }
 )

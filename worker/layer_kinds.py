@@ -71,7 +71,7 @@ def _window(reader: ConfigReader, architecture: Architecture) -> int | None:
     windows = architecture.windows
     if windows is Windows.NONE:
         return None
-    if windows in (Windows.UPPER, Windows.UNROTATED) and not reader.flag("use_sliding_window"):
+    if "use_sliding_window" in architecture.computes and not reader.flag("use_sliding_window"):
         return None
     if windows in (Windows.ALTERNATING, Windows.PATTERN):
         return reader.size("sliding_window")

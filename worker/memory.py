@@ -8,6 +8,7 @@ import torch
 
 from .architectures import QKNorm
 from .config import WorkerConfig
+from .expert_config import ExpertConfig
 from .kv_cache import DEFAULT_CPU_BYTES
 from .model_config import ModelConfig
 from .sharding import Shard
@@ -58,7 +59,8 @@ def activation_bytes(config: WorkerConfig, model: ModelConfig, shard: Shard, ite
 
     The widest moment of a layer: the residual, a normalized copy in float32 and its square; and either qkv, its rotated
     copy and the attended heads (before that, the same three of q and k, where heads are normalized), or gate, up and
-    their product; and the partial sums of every rank. Later, logits of every row with float32 copies and int64 keys.
+    their product, or what `_expert_bytes` says; and the partial sums of every rank. Later, logits of every row with
+    float32 copies and int64 keys.
     """
     heads = shard.heads
     num_q, num_kv = len(heads.q_heads), len(heads.kv_heads)
@@ -66,7 +68,19 @@ def activation_bytes(config: WorkerConfig, model: ModelConfig, shard: Shard, ite
     if model.qk_norm is not QKNorm.NONE:
         attention += (num_q + num_kv) * model.head_dim * (3 * 4 + itemsize)
     a_token = model.hidden_size * (2 * itemsize + 3 * 4 + (1 + config.world_size) * itemsize) + max(
-        attention, 4 * len(shard.mlp_columns) * itemsize
+        attention,
+        4 * len(shard.mlp_columns) * itemsize,
+        0 if model.experts is None else _expert_bytes(model, model.experts, shard, itemsize),
     )
     a_row = len(shard.vocab_rows) * (itemsize + 3 * 4 + 3 * 8)
     return config.max_num_batched_tokens * a_token + config.max_num_seqs * a_row
+
+
+def _expert_bytes(model: ModelConfig, experts: ExpertConfig, shard: Shard, itemsize: int) -> int:
+    """A token's: its logits and shares of the experts; and for each that it takes its place in the order (in int64,
+    five times), its input, gate, up and their product, the answer in the experts' order and once more in the tokens'.
+    """
+    of_pair = 3 * model.hidden_size + 4 * len(shard.expert_columns)
+    return experts.num_experts * (itemsize + 2 * 4) + experts.experts_per_token * (
+        of_pair * itemsize + 5 * 8
+    )

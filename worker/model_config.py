@@ -13,6 +13,7 @@ from typing import Any
 
 from .architectures import ARCHITECTURES, QKNorm, Windows
 from .config_reader import ConfigReader, read_json, short
+from .expert_config import ExpertConfig, read_expert_config
 from .layer_kinds import LayerKind, read_layer_kinds
 
 TORCH_DTYPES = ("float32", "bfloat16", "float16")
@@ -58,7 +59,8 @@ class ModelConfig:
     q . k is multiplied by. attention_softcap, logits_softcap: c * tanh(x / c) of the scores, of the logits; 0 is off.
     residual_scale: what attention's and MLP's results are multiplied by before they are added. logits_divisor: what
     logits are divided by. parallel_residual: attention and MLP see the same input, and both are added at once.
-    qk_norm, pre_norms, post_norms, layer_norms, offset_norms, wide_norms, fused_projections: as in `Architecture`.
+    experts: what some layers have in place of the MLP, if any. qk_norm, pre_norms, post_norms, layer_norms,
+    offset_norms, wide_norms, fused_projections: as in `Architecture`.
     """
 
     architecture: str
@@ -92,6 +94,7 @@ class ModelConfig:
     offset_norms: bool = False
     wide_norms: bool = False
     fused_projections: bool = False
+    experts: ExpertConfig | None = None
 
     @property
     def num_layers(self) -> int:
@@ -145,15 +148,11 @@ class ModelConfig:
             scale = reader.real("query_pre_attn_scalar") ** -0.5
         elif "attention_multiplier" in architecture.computes:
             scale = reader.real("attention_multiplier")
-        attention_bias = reader.flag("attention_bias")
-        scale = head_dim**-0.5
-        if "query_pre_attn_scalar" in architecture.computes:
-            scale = reader.real("query_pre_attn_scalar") ** -0.5
-        elif "attention_multiplier" in architecture.computes:
-            scale = reader.real("attention_multiplier")
+        layers = read_layer_kinds(reader, architecture, head_dim)
+        rules = architecture.experts
         return cls(
             architecture=name,
-            layers=read_layer_kinds(reader, architecture, head_dim),
+            layers=layers,
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -193,6 +192,7 @@ class ModelConfig:
             offset_norms=architecture.offset_norms,
             wide_norms=architecture.wide_norms,
             fused_projections=architecture.fused_projections,
+            experts=None if rules is None else read_expert_config(reader, rules, len(layers)),
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .expert_config import ExpertConfig
 from .model_config import ModelConfig
 
 # MLP columns are dealt in bundles of this many where the model is wide enough: matrix units want 16-byte rows.
@@ -38,11 +39,12 @@ class HeadShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Everything one rank owns of a model."""
+    """Everything one rank owns of a model. expert_columns: of each expert, where it has experts."""
 
     heads: HeadShard
     mlp_columns: range
     vocab_rows: range
+    expert_columns: range = range(0)
 
 
 def check_tensor_parallel_size(config: ModelConfig, tensor_parallel_size: int) -> None:
@@ -50,7 +52,8 @@ def check_tensor_parallel_size(config: ModelConfig, tensor_parallel_size: int) -
 
     Raises: ValueError saying the largest count that works.
     """
-    most = min(config.num_heads, config.intermediate_size, config.vocab_size)
+    width = config.experts.width if config.experts is not None else config.intermediate_size
+    most = min(config.num_heads, config.intermediate_size, width, config.vocab_size)
     if not 1 <= tensor_parallel_size <= most:
         raise ValueError(
             f"tensor_parallel_size must be in [1, {most}], got {tensor_parallel_size}: each rank needs at least one "
@@ -92,19 +95,34 @@ def shard_of_rank(config: ModelConfig, rank: int, world_size: int) -> Shard:
         for r in range(world_size)
     ]
     attention = [attention_parameters(config, h) for h in heads]
-    column = column_parameters(config)
-    bundle = _COLUMN_BUNDLE
-    if config.intermediate_size % bundle or config.intermediate_size < 8 * bundle * world_size:
-        bundle = 1
-    bundles = level(attention, bundle * column, config.intermediate_size // bundle)
-    columns = [count * bundle for count in bundles]
-    held = [config.num_layers * (a + column * c) for a, c in zip(attention, columns, strict=True)]
+    column, experts = column_parameters(config), config.experts
+    columns = _columns(attention, column, config.intermediate_size)
+    num_dense, expert_column, expert_columns = config.num_layers, 0, [0] * world_size
+    if experts is not None:
+        num_dense -= sum(experts.layers)
+        expert_column = expert_column_parameters(config, experts)
+        expert_columns = _columns(attention, expert_column, experts.width)
+    held = [
+        config.num_layers * attention[r]
+        + num_dense * column * columns[r]
+        + (config.num_layers - num_dense) * expert_column * expert_columns[r]
+        for r in range(world_size)
+    ]
     rows = level(held, row_parameters(config), config.vocab_size)
     return Shard(
         heads=heads[rank],
         mlp_columns=_range_of(columns, rank),
         vocab_rows=_range_of(rows, rank),
+        expert_columns=_range_of(expert_columns, rank),
     )
+
+
+def _columns(attention: Sequence[int], column: int, count: int) -> list[int]:
+    """Deal an MLP's columns, of so many numbers each, so that a layer's attention and MLP together come out equal."""
+    bundle = _COLUMN_BUNDLE
+    if count % bundle or count < 8 * bundle * len(attention):
+        bundle = 1
+    return [bundle * given for given in level(attention, bundle * column, count // bundle)]
 
 
 def vocab_rows_of_ranks(config: ModelConfig, world_size: int) -> tuple[range, ...]:
@@ -122,6 +140,11 @@ def attention_parameters(config: ModelConfig, heads: HeadShard) -> int:
 def column_parameters(config: ModelConfig) -> int:
     """The numbers one MLP column holds: a row of gate and of up, a column of down, and two biases."""
     return 3 * config.hidden_size + (2 if config.mlp_bias else 0)
+
+
+def expert_column_parameters(config: ModelConfig, experts: ExpertConfig) -> int:
+    """The numbers that one column of every expert of a layer holds; each rank has the router besides."""
+    return experts.num_experts * 3 * config.hidden_size
 
 
 def row_parameters(config: ModelConfig) -> int:

@@ -153,13 +153,16 @@ def make_llama(folder: Path, *, seed: int = 0, **sizes) -> Path:
 
 
 def transformers_tokens(
-    folder: Path | str, prompts: Sequence[Sequence[int]], max_tokens: int
+    folder: Path | str, prompts: Sequence[Sequence[int]], max_tokens: int, **options
 ) -> list[list[int]]:
-    """What transformers' own greedy generate gives in float32, the prompts padded on the left into one batch."""
+    """What transformers' own greedy generate gives in float32, the prompts padded on the left into one batch.
+
+    options are from_pretrained's.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
     model.generation_config.eos_token_id = None
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.int64)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rowcast.tests.worker.test_sharding import SMOLLM2
+from rowcast.tests.worker.test_sharding import SMOLLM2, mixture
 from rowcast.worker.architectures import QKNorm
 from rowcast.worker.config import WorkerConfig
 from rowcast.worker.memory import activation_bytes, kv_cache_bytes
@@ -74,3 +74,14 @@ def test_normalized_heads_count_while_they_are_wide():
     shard = shard_of_rank(normed, 0, 1)
     difference = activation_bytes(step, normed, shard, 2) - activation_bytes(step, plain, shard, 2)
     assert difference == 100 * more
+
+
+def test_each_expert_that_a_token_takes_counts():
+    """Its input, its answer twice, 4 times its 520 columns, and its place in the order."""
+    model = mixture(experts_per_token=30)
+    shard = shard_of_rank(model, 0, 1)
+    step = config(max_num_batched_tokens=100, max_num_seqs=1)
+    few = activation_bytes(step, mixture(experts_per_token=29), shard, 2)
+    of_pair = (3 * 576 + 4 * 520) * 2 + 5 * 8
+    assert activation_bytes(step, model, shard, 2) - few == 100 * of_pair
+    assert activation_bytes(step, SMOLLM2, shard, 2) < few

@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from rowcast.worker.architectures import ARCHITECTURES
+from rowcast.worker.expert_config import ExpertConfig
 from rowcast.worker.kv_cache import group_bytes
 from rowcast.worker.layer_groups import group_specs
 from rowcast.worker.layer_kinds import LayerKind
@@ -15,6 +17,7 @@ from rowcast.worker.sharding import (
     attention_parameters,
     check_tensor_parallel_size,
     column_parameters,
+    expert_column_parameters,
     heads_of_rank,
     level,
     row_parameters,
@@ -113,6 +116,57 @@ def test_ranks_hold_equal_bytes_to_within_one_vocabulary_row(world_size, tied):
         for shard in shards
     ]
     assert max(held) - min(held) <= row_parameters(config)
+
+
+def mixture(**changes) -> ModelConfig:
+    """SmolLM2's size with 12 experts of 520 columns in 20 of its 30 layers."""
+    rules = ARCHITECTURES["Qwen3MoeForCausalLM"].experts
+    assert rules is not None
+    experts = ExpertConfig(
+        **{
+            "num_experts": 12,
+            "experts_per_token": 3,
+            "width": 520,
+            "normalize": False,
+            "layers": (True, False, True) * 10,
+            "rules": rules,
+            **changes,
+        }
+    )
+    return replace(SMOLLM2, experts=experts)
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_experts_columns_are_dealt_among_all_ranks_and_level_what_heads_leave_uneven(world_size):
+    """Every rank has a part of every expert, so that no rank waits for the one whose experts are asked for."""
+    config = mixture()
+    assert config.experts is not None
+    shards = [shard_of_rank(config, rank, world_size) for rank in range(world_size)]
+    parts = [shard.expert_columns for shard in shards]
+    assert parts[0].start == 0
+    assert parts[-1].stop == 520
+    assert all(a.stop == b.start and len(a) >= 1 for a, b in pairwise(parts))
+    held = [
+        30 * attention_parameters(config, shard.heads)
+        + 10 * column_parameters(config) * len(shard.mlp_columns)
+        + 20 * expert_column_parameters(config, config.experts) * len(shard.expert_columns)
+        + row_parameters(config) * len(shard.vocab_rows)
+        for shard in shards
+    ]
+    assert max(held) - min(held) <= row_parameters(config)
+
+
+def test_a_column_of_every_expert_counts():
+    """12 experts' gate, up and down of 576."""
+    config = mixture()
+    assert config.experts is not None
+    assert expert_column_parameters(config, config.experts) == 12 * 3 * 576
+    assert shard_of_rank(SMOLLM2, 0, 2).expert_columns == range(0)
+
+
+def test_a_rank_count_without_a_column_of_each_expert_is_refused():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size must be in \[1, 4\], got 5"):
+        check_tensor_parallel_size(mixture(width=4), 5)
 
 
 def test_the_rank_with_fewer_heads_takes_more_columns():

@@ -16,6 +16,7 @@ from ..input_batch import InputBatch
 from ..kv_cache import KVCache
 from ..layers.attention import Attention
 from ..layers.embedding import VocabEmbedding
+from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMLP
 from ..layers.norm import AllHeadsRMSNorm, LayerNorm, Norm, RMSNorm
@@ -26,6 +27,7 @@ from ..model_config import ModelConfig
 from ..parallel import TensorParallelGroup
 from ..rope import Rope
 from ..sharding import Shard, shard_of_rank
+from .expert_weights import read_experts
 from .weights import Checkpoint
 
 Progress = Callable[[float], None]
@@ -48,7 +50,7 @@ class DecoderLayer:
         attention: Attention,
         attention_out_norm: Norm | None,
         mlp_norm: Norm | None,
-        mlp: Callable[[torch.Tensor], torch.Tensor],
+        mlp: Callable[[torch.Tensor, StepContext], torch.Tensor],
         mlp_out_norm: Norm | None,
         residual_scale: float,
         parallel: bool,
@@ -67,11 +69,11 @@ class DecoderLayer:
         x = _normed(self._attention_norm, hidden)
         attended = self._attention(x, step)
         if self._parallel:
-            fed = self._mlp(x)
+            fed = self._mlp(x, step)
             self._add(hidden, _normed(self._attention_out_norm, attended))
         else:
             self._add(hidden, _normed(self._attention_out_norm, attended))
-            fed = self._mlp(_normed(self._mlp_norm, hidden))
+            fed = self._mlp(_normed(self._mlp_norm, hidden), step)
         self._add(hidden, _normed(self._mlp_out_norm, fed))
 
     def _add(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
@@ -337,6 +339,7 @@ class _Loader:
             return self.norm(f"{prefix}.{name}") if present else None
 
         # One name, two places: without norms of what comes out post_attention_layernorm is that of the MLP's input.
+        has_experts = config.experts is not None and config.experts.layers[layer]
         pre, post, parallel = config.pre_norms, config.post_norms, config.parallel_residual
         return DecoderLayer(
             attention_norm=norm("input_layernorm", pre),
@@ -346,7 +349,7 @@ class _Loader:
                 "pre_feedforward_layernorm" if post else "post_attention_layernorm",
                 pre and not parallel,
             ),
-            mlp=self._mlp(f"{prefix}.mlp"),
+            mlp=self._experts(prefix) if has_experts else self._mlp(f"{prefix}.mlp"),
             mlp_out_norm=norm("post_feedforward_layernorm", post),
             residual_scale=config.residual_scale,
             parallel=parallel,
@@ -394,6 +397,27 @@ class _Loader:
             ),
             down=self._row_parallel(f"{name}.down_proj", config.intermediate_size, columns),
             down_bias=self._output_bias(f"{name}.down_proj", config.mlp_bias),
+            parallel=self._parallel,
+        )
+
+    def _experts(self, layer: str) -> Experts:
+        config, experts = self._config, self._config.experts
+        assert experts is not None, layer
+        weights = read_experts(
+            self._checkpoint,
+            layer,
+            experts,
+            hidden_size=config.hidden_size,
+            columns=self._shard.expert_columns,
+            empty=self._empty,
+        )
+        return Experts(
+            activation=config.activation,
+            experts_per_token=experts.experts_per_token,
+            normalize=experts.normalize,
+            router=Linear(weights.router),
+            gate_up=weights.gate_up,
+            down=weights.down,
             parallel=self._parallel,
         )
 

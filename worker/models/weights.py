@@ -52,6 +52,10 @@ class Checkpoint:
                     f"{path} lacks the tensor {name} that {index.name} promises; download it again"
                 )
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._file_of
+
     def __enter__(self) -> Checkpoint:
         return self
 
@@ -76,7 +80,7 @@ class Checkpoint:
     ) -> None:
         """Copy a tensor, or a range of its rows or of its columns, into `out`, converted to out's dtype.
 
-        Shapes: shape is what the whole tensor must have; out has the slice's shape.
+        Shapes: shape is what the whole tensor must have, [..., rows, columns] or [rows]; out has the slice's shape.
         Raises: ValueError naming file and tensor if it is missing, or has another shape or an unknown dtype.
         """
         path = self._file_of.get(name)
@@ -96,9 +100,10 @@ class Checkpoint:
                     f"{path}: tensor {name} has dtype {stored_dtype}, rowcast reads {', '.join(_DTYPES)} so far"
                 )
             if rows is not None:
-                part = whole[rows.start : rows.stop]
+                taken = slice(rows.start, rows.stop)
+                part = whole[:, taken] if len(shape) == 3 else whole[taken]
             elif columns is not None:
-                part = whole[:, columns.start : columns.stop]
+                part = whole[..., columns.start : columns.stop]
             else:
                 part = whole[:]
         except SafetensorError as error:
