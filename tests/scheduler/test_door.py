@@ -92,6 +92,14 @@ def test_ids_outside_the_vocabulary_are_refused(token):
     if token > 0:
         with pytest.raises(ValueError, match=f"stop ids: token id {token}"):
             bench.add([1], stop_token_ids=(5, token))
+        for name, value in (
+            ("logit_bias", {5: 1.0, token: 5}),
+            ("allowed_token_ids", [5, token]),
+            ("bad_words", ((5, 6), (7, token, 8))),
+        ):
+            field = "bad_words_token_ids" if name == "bad_words" else name
+            with pytest.raises(ValueError, match=f"{name}: token id {token}"):
+                bench.add([1], **{field: value})
     assert bench.issue() is None
     assert bench.scheduler.num_remembered == 0
 
@@ -103,20 +111,92 @@ def test_max_tokens_below_one_is_refused(max_tokens):
         Bench().add(10, max_tokens=max_tokens)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        *[("temperature", value, r"a number in \[0, 2\]") for value in (-0.1, 2.1, "hot", True)],
+        *[("temperature", value, r"a number in \[0, 2\]") for value in (np.nan, np.inf)],
+        *[("top_p", value, r"a number in \(0, 1\]") for value in (0, -1, 1.5, np.nan, "1")],
+        *[("min_p", value, r"a number in \[0, 1\]") for value in (-0.1, 1.1, np.nan, None)],
+        *[("presence_penalty", value, r"a number in \[-2, 2\]") for value in (3, -2.1, np.nan)],
+        *[("frequency_penalty", value, r"a number in \[-2, 2\]") for value in (2.1, -3, np.inf)],
+        *[("repetition_penalty", value, r"a number in \(0, 2\]") for value in (0, -1, 2.1, "x")],
+        *[("top_k", value, "an integer, at least 1, or 0 or -1") for value in (-2, 1.0, True)],
+        *[("max_tokens", value, "an integer, at least 1") for value in (0, -1, 1.5, True)],
+        *[("min_tokens", value, "an integer, at least 0 and at most") for value in (-1, 17, 1.0)],
+        ("seed", 2**64, r"an integer in \[0, 2\*\*63\)"),
+        ("logit_bias", {"AI": -100}, "a dict of token id"),
+        ("logit_bias", {5: 101}, r"a number in \[-100, 100\], got 101.0 for token id 5"),
+        ("logit_bias", {5: np.nan}, "a dict of token id"),
+        ("logit_bias", {-1: 1}, "a dict of token id"),
+        ("logit_bias", {True: 1}, "a dict of token id"),
+        ("logit_bias", [1, 2], "a dict of token id"),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), "at most 1024 entries, got 1025"),
+        ("allowed_token_ids", [], "at least one token id, or be None"),
+        ("allowed_token_ids", [-1], "a list of token ids"),
+        ("allowed_token_ids", "12", "a list of token ids"),
+        ("allowed_token_ids", 5, "a list of token ids"),
+        ("bad_words", "cat", "a list of strings of 1 to 256 characters"),
+        ("bad_words", [""], "a list of strings of 1 to 256 characters"),
+        ("bad_words", [3], "a list of strings of 1 to 256 characters"),
+        ("bad_words", ["a" * 257], "a list of strings of 1 to 256 characters"),
+        ("bad_words", ["a"] * 257, "at most 256 entries, got 257"),
+        ("bad_words_token_ids", [[]], "a list of lists of 1 to"),
+        ("bad_words_token_ids", [5], "a list of lists of 1 to"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_with_field_and_range(field, value, allowed):
+    """SA-14, F06, SA-11: named before anything is queued. Bools are no numbers."""
+    with pytest.raises(ValueError, match=rf"{field}.*{allowed}") as caught:
+        SamplingParams(**{field: value})
+    assert len(str(caught.value)) < 300
+
+
+def test_two_keys_of_one_token_id_are_refused():
+    """JSON has strings for keys: "7" is 7, and must not come beside it."""
+    assert SamplingParams(logit_bias={"7": 1, 3: 2}).logit_bias == {3: 2.0, 7: 1.0}
+    with pytest.raises(ValueError, match="names token id 7 twice"):
+        SamplingParams(logit_bias={"7": 1, 7: 2})
+
+
+def test_params_with_lists_can_be_compared_and_hashed():
+    """Callers keep them in sets and dicts; a list of ids in any order is the same list."""
+    one = SamplingParams(allowed_token_ids=[7, 3, 3], logit_bias={3: 1}, bad_words=["cat"])
+    other = SamplingParams(allowed_token_ids=(3, 7), logit_bias={"3": 1.0}, bad_words=("cat",))
+    assert one == other
+    assert len({one, other}) == 1
+    assert one != SamplingParams(allowed_token_ids=[3, 7], logit_bias={3: 2}, bad_words=["cat"])
+
+
 @given(
     temperature=st.floats(0, 2),
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(-1, 2**31 - 1),
     seed=st.integers(0, 2**63 - 1),
+    min_p=st.floats(0, 1),
+    presence=st.floats(-2, 2),
+    repetition=st.floats(0, 2, exclude_min=True),
+    bias=st.floats(-100, 100),
 )
-@example(temperature=1.0, top_p=5e-324, top_k=2**31 - 1, seed=2**63 - 1)
-@example(temperature=5e-324, top_p=1 - 2**-53, top_k=-1, seed=0)
+@example(1.0, 5e-324, 2**31 - 1, 2**63 - 1, 1 - 2**-53, 2 - 2**-52, 5e-324, 5e-324)
+@example(5e-324, 1 - 2**-53, -1, 0, 5e-324, -2, 2 - 2**-52, -100)
 @settings(max_examples=60, deadline=None)
-def test_what_the_door_takes_the_workers_take(temperature, top_p, top_k, seed):
+def test_what_the_door_takes_the_workers_take(
+    temperature, top_p, top_k, seed, min_p, presence, repetition, bias
+):
     """F06: top_p 1e-50 passed the door, became 0 as float32 on the wire, and the workers' refusal ended the engine."""
     bench = Bench(max_num_seqs=1)
-    bench.add(2, max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    bench.add(
+        2, max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+        min_p=min_p, presence_penalty=presence, frequency_penalty=-presence,
+        repetition_penalty=repetition, logit_bias={5: bias, 0: -bias}, allowed_token_ids=[9, 1],
+        bad_words_token_ids=[[4], [2, 1]], min_tokens=1,
+    )  # fmt: skip
     assert bench.step() == {0: 2}
+    requests = bench.worker.state.requests
+    assert 0 <= requests.min_p[0] <= 1
+    assert 0 < requests.repetition_penalty[0] <= 2
+    assert requests.features[0].allowed.tolist() == [1, 9]
     assert 0 < bench.worker.state.requests.top_p[0] <= 1
     assert 0 <= bench.worker.state.requests.temperature[0] <= 2
     assert bench.worker.state.requests.seeds[0] == seed

@@ -338,11 +338,22 @@ def test_nothing_is_said_of_a_steady_row():
         ({"max_tokens": 1, "stop_token_ids": (42,)}, [42], [42], FinishCode.STOP),
         ({"max_tokens": 1, "ignore_eos": True}, [EOS], [EOS], FinishCode.LENGTH),
         ({"ignore_eos": True, "stop_token_ids": (EOS,)}, [EOS], [EOS], FinishCode.STOP),
+        ({"min_tokens": 5}, [10, 11, EOS, 12, EOS], [10, 11, EOS, 12, EOS], FinishCode.STOP),
+        (
+            {"min_tokens": 3, "stop_token_ids": (42,)},
+            [42, 42, 10, 42],
+            [42, 42, 10, 42],
+            FinishCode.STOP,
+        ),
+        ({"min_tokens": 3, "max_tokens": 3}, [EOS, 10, 11], [EOS, 10, 11], FinishCode.LENGTH),
     ],
 )
 def test_how_a_request_ends(params, fed, delivered, code):
-    """S-10, S-11: EOS, then stop ids, then length; the neighbour in the same step is untouched."""
-    neighbour = [20, 21, 22, 23, 24]
+    """S-10, S-11, S-12: EOS, then stop ids, then length; the neighbour in the same step is untouched.
+
+    The ranks choose no end before min_tokens; where one comes all the same it is not taken for one.
+    """
+    neighbour = [20, 21, 22, 23, 24, 25, 26]
     model = scripted({0: fed, 1: neighbour}, {0: 5, 1: 5})
     bench = Bench(model=model, eos_token_ids=(EOS,))
     bench.add(5, **({"max_tokens": 16} | params))
