@@ -13,6 +13,8 @@ _FIELD_OF = {
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
 

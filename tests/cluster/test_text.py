@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rowcast.cluster.text import IncrementalDetokenizer, TextProcessor
+from rowcast.scheduler.sampling_params import SamplingParams
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -326,6 +327,21 @@ def test_which_tokens_end_an_answer(
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert TextProcessor(tmp_path).eos_token_ids == expected
+
+
+def test_what_a_folder_recommends_for_sampling(tmp_path: Path) -> None:
+    """What it does not name, or names as null, is left to rowcast's own defaults."""
+    folder = byte_level(tmp_path / "model")
+    assert TextProcessor(folder).sampling_defaults == {}
+    recommended = {
+        "do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": None, "min_p": 0.1,
+        "repetition_penalty": 1.05, "max_new_tokens": 256, "num_beams": 4,
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    defaults = TextProcessor(folder).sampling_defaults
+    assert SamplingParams(**defaults) == SamplingParams(
+        temperature=0.6, top_k=20, min_p=0.1, repetition_penalty=1.05, max_tokens=256
+    )
 
 
 def test_a_training_runs_limits_do_not_cut_prompts(tmp_path: Path) -> None:
