@@ -265,6 +265,26 @@ def test_greedy_tokens_equal_those_of_transformers_on_any_number_of_ranks(
             assert tokens == [expected], f"rank {rank} of {world_size}"
 
 
+SPECIAL = ["gemma2", "olmo2", "phi3-short", "granite", "stablelm-parallel-qk-norm"]
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_interpreted_triton_kernels_give_the_tokens_of_the_cpu_twins_and_16_bits_pass_through(
+    name: str, tmp_path: Path
+):
+    """What a GPU computes in: whatever is done in float32 beside 16-bit weights must hand 16 bits on."""
+    model = MODELS[name]
+    folder = make_model(tmp_path, model.architecture, **{**model.sizes, "num_hidden_layers": 2})
+    prompts = [[5, 17, 100, 3, 44, 9, 12, 7, 31, 2, 196], [1]]
+    options = {"max_num_batched_tokens": 8, "block_size": 4, "max_model_len": 32}
+    expected = generate(make_runner(folder, **options), prompts, greedy(2))
+    triton = {**options, "kernel_backend": "triton"}
+    assert generate(make_runner(folder, **triton), prompts, greedy(2)) == expected
+    narrow = make_runner(folder, dtype="bfloat16", **triton)
+    first = [tokens[0] for tokens in generate(narrow, prompts, greedy(1))]
+    assert first == [tokens[0] for tokens in expected]
+
+
 def test_every_architecture_is_tried_and_the_readme_says_on_what():
     """What is not tried here has a mixture of experts, and a test of its own."""
     tried: dict[str, set[int]] = {}
