@@ -68,12 +68,62 @@ def test_options_that_choose_a_token_change_the_tokens(runner, prompts, plain):
         "temperature": generate(runner, prompts, asked(temperature=0.5)),
         "top_k": generate(runner, prompts, asked(temperature=1.5, top_k=3)),
         "top_p": generate(runner, prompts, asked(temperature=1.5, top_p=0.5)),
+        "min_p": generate(runner, prompts, asked(temperature=1.5, min_p=0.2)),
         "seed": generate(runner, prompts, asked(temperature=1.5), seeds=range(100, 134)),
     }
     for name, tokens in others.items():
         changed = sum(one != other for one, other in zip(tokens, hot, strict=True))
         assert changed > 17, f"{name} changed {changed} of 34 requests"
     assert hot != plain
+
+
+ADJUSTED = {
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": -1.0},
+    "repetition_penalty": {"repetition_penalty": 1.9},
+    "logit_bias": {"logit_bias": {7: 3.0, 11: 3.0, 90: -100}},
+    "allowed_token_ids": {"allowed_token_ids": range(0, 199, 3)},
+    "bad_words": {"bad_words_token_ids": [[token] for token in range(0, 199, 4)] + [[5, 6]]},
+    "min_tokens": {"stop_token_ids": tuple(range(0, 199, 5)), "min_tokens": MAX_TOKENS},
+}
+
+
+@pytest.mark.parametrize("name", ADJUSTED)
+def test_options_that_adjust_the_logits_change_greedy_tokens(runner, prompts, plain, name):
+    """E-08, P-09: most of 34 requests; a penalty alone leaves those that never repeat a token."""
+    tokens = generate(runner, prompts, asked(**ADJUSTED[name]))
+    changed = sum(one != other for one, other in zip(tokens, plain, strict=True))
+    assert changed > 17, f"{name} changed {changed} of 34 requests"
+
+
+def mixed(count: int) -> list[SamplingParams]:
+    """Each option, alone and with others, greedy and not."""
+    options = list(ADJUSTED.values())
+    params = []
+    for number in range(count):
+        one, other = options[number % 7], options[(number // 7 + number) % 7]
+        rest = {"temperature": 0} if number % 2 else {"temperature": 1.2, "min_p": 0.05}
+        params.append(asked(**rest, **(one | other)))
+    return params
+
+
+@pytest.mark.parametrize(
+    ("worker", "scheduler"),
+    [
+        ({}, {"num_blocks": 17}),
+        ({"max_num_batched_tokens": 7}, {}),
+        ({"max_num_batched_tokens": 48, "depth": 1}, {"num_blocks": 17}),
+        ({"max_num_seqs": 3, "depth": 3}, {}),
+    ],
+    ids=["preempted", "chunked", "preempted in turn", "rows reused"],
+)
+def test_how_a_request_is_served_changes_nothing_of_what_it_asked(
+    runner, prompts, worker, scheduler
+):
+    """P-09, A-09, W-07, W-11: preempted, in chunks, at other depths, in rows that others had before."""
+    expected = generate(runner, prompts, mixed(34))
+    other = make_runner(runner.config.model_dir, **{"max_num_seqs": 34, **worker})
+    assert generate(other, prompts, mixed(34), **scheduler) == expected
 
 
 @pytest.mark.parametrize(
