@@ -79,6 +79,8 @@ class AnswerText:
                 return released
         if self._over:
             released += self._released(detokenizer.append([], True), stops)
+            if self.stop_string is None:
+                released += self._held
         return released
 
     def _released(self, piece: str, stops: StopStrings) -> str:
@@ -87,10 +89,9 @@ class AnswerText:
         text = self._held + (piece if found is None else piece[: found[0]])
         if found is not None:
             self._over = True
-            self._held = ""
             self.stop_string = self.stop_reason = found[1]
             include = self._params.include_stop_str_in_output
             return text if include else text.removesuffix(found[1])
-        num_held = 0 if self._over else stops.num_begun
-        released, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
-        return released
+        num_released = len(text) - stops.num_begun
+        self._held = text[num_released:]
+        return text[:num_released]

@@ -10,16 +10,23 @@ from pathlib import Path
 import pytest
 from rowcast.cluster.answer_text import AnswerText
 from rowcast.cluster.stop_strings import StopStrings
-from rowcast.cluster.text import TextProcessor
+from rowcast.cluster.text import IncrementalDetokenizer, TextProcessor
 from rowcast.scheduler.front_messages import FinishCode
 from rowcast.scheduler.sampling_params import SamplingParams
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 RUNNING, STOP, LENGTH = FinishCode.RUNNING, FinishCode.STOP, FinishCode.LENGTH
 PIECES = [
     "DEF", "G", "HI", "J", "X", "xDEFGHIJy", "He", "ll", "o ", "wor", "ld", "\n", "a", "b", "c",
 ]  # fmt: skip
 CONTROL = len(PIECES)
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+# Printable bytes stand for themselves, the others for the characters from 256 on: GPT-2's way.
+SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [byte for byte in range(256) if byte not in SHOWN]
+ID_OF_BYTE = {byte: ALPHABET.index(chr(byte)) for byte in SHOWN} | {
+    byte: ALPHABET.index(chr(256 + place)) for place, byte in enumerate(HIDDEN)
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +38,18 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"vocab_size": CONTROL + 1}))
+    return TextProcessor(folder)
+
+
+@pytest.fixture(scope="module")
+def text_of_bytes(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
+    """A tokenizer whose ids are the places of the byte alphabet's characters."""
+    folder = tmp_path_factory.mktemp("bytes")
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 256}))
     return TextProcessor(folder)
 
 
@@ -192,6 +211,43 @@ def test_the_first_complete_string_is_found_however_the_text_is_cut() -> None:
         assert (found and (before + found[0], found[1])) == expected
         found_some += expected is not None
     assert 100 < found_some < 500
+
+
+def test_the_text_is_the_same_however_the_tokens_come(text_of_bytes: TextProcessor) -> None:
+    """Single bytes, some of them broken: against the whole text cut at the first stop, by trying every end."""
+    rng = random.Random(11)
+    stopped = 0
+    for _ in range(200):
+        said = "".join(rng.choices("ab\n é🙂", k=12)).encode()
+        data = bytes(byte if rng.random() > 0.05 else 0xF0 for byte in said)
+        stop = ["".join(rng.choices("ab\n é🙂", k=rng.randint(1, 3))) for _ in range(3)]
+        min_tokens, include = rng.choice([0, 0, 5, 20]), rng.random() < 0.5
+        params = SamplingParams(
+            stop=stop, min_tokens=min_tokens, include_stop_str_in_output=include, max_tokens=100
+        )
+        ids = [ID_OF_BYTE[byte] for byte in data]
+        # The reference: after how many tokens each character is there, and the first stop that may count.
+        plain, whole, came_with = IncrementalDetokenizer(text_of_bytes, []), "", []
+        for number, token_id in enumerate(ids, start=1):
+            whole += plain.append([token_id], number == len(ids))
+            came_with += [number] * (len(whole) - len(came_with))
+        ends = (
+            (end, string)
+            for end in range(1, len(whole) + 1)
+            for string in sorted(stop, key=len, reverse=True)
+            if whole[:end].endswith(string) and came_with[end - 1] > min_tokens
+        )
+        end, string = next(ends, (len(whole), None))
+        expected = whole[: end - len(string) * (not include)] if string else whole
+        stopped += string is not None
+        for size in (1, 3, len(ids)):
+            answer, released = AnswerText(text_of_bytes, [], params), ""
+            for start in range(0, len(ids), size):
+                over = start + size >= len(ids)
+                released += answer.append(ids[start : start + size], LENGTH if over else RUNNING)
+                assert expected.startswith(released)
+            assert (released, answer.stop_reason) == (expected, string)
+    assert 50 < stopped < 200
 
 
 @pytest.mark.parametrize(
