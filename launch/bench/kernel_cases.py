@@ -1,4 +1,4 @@
-"""What `bench kernels` runs: a paged cache to attend to and to write, and a decode step's inputs to gather.
+"""What `bench kernels` runs: a paged cache to attend to and to write, a decode step's inputs to gather, and experts.
 
 Each case can check the kernels that it will run against their torch references; a kernel that is wrong must not be
 timed. Measures nothing itself.
@@ -185,6 +185,65 @@ class InputsCase:
             getattr(self, name)(_reference(name))
             right = all(map(torch.equal, got, (getattr(self, field) for field in written)))
             _refuse_unless(right, name, backend)
+
+
+class ExpertsCase:
+    """Tokens that each take `experts_per_token` experts at random, and one weight [num_experts, n, k] a layer."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        experts_per_token: int,
+        num_experts: int,
+        n: int,
+        k: int,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        chosen = torch.rand(num_tokens, num_experts, generator=generator).topk(experts_per_token)[1]
+        counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        self.experts_with_rows = int((counts > 0).sum())
+        self.num_rows = num_tokens * experts_per_token
+        self._starts = starts.to(device, torch.int32)
+        self._x = normal(self.num_rows, k)
+        self._weight = normal(num_layers, num_experts, n, k)
+        self._out = torch.empty(self.num_rows, n, dtype=dtype, device=device)
+
+    def multiply(self, backend: Backend, layer: int) -> None:
+        backend.grouped_gemm(self._x, self._weight[layer], self._starts, out=self._out)
+
+    def check(self, backend: Backend) -> None:
+        """Raises: ValueError if rows of the first, a middle and the last expert are not what the reference says."""
+        starts = self._starts.tolist()
+        wanted = torch.zeros_like(self._out)
+        rows: list[int] = []
+        for expert in {0, len(starts) // 2 - 1, len(starts) - 2}:
+            first, end = starts[expert], min(starts[expert + 1], starts[expert] + 8)
+            alone = torch.tensor([0, end - first], dtype=torch.int32)
+            _reference("grouped_gemm")(
+                self._x[first:end],
+                self._weight[0, expert : expert + 1],
+                alone,
+                out=wanted[first:end],
+            )
+            rows += range(first, end)
+        self.multiply(backend, 0)
+        error = (self._out[rows] - wanted[rows]).abs().max().item()
+        # Sums of k products of normal numbers have a standard deviation of sqrt(k).
+        allowed = (2e-6 if self._x.dtype == torch.float32 else 2e-2) * self._x.shape[1] ** 0.5
+        if not error <= allowed:  # NaN, too
+            raise ValueError(
+                f"grouped_gemm ({backend.name}): differs from its reference by {error:.2e}, "
+                f"at most {allowed:.0e} is rounding; not timed"
+            )
 
 
 def _refuse_unless(right: bool, kernel: str, backend: Backend) -> None:

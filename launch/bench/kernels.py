@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...worker.backend import Backend, select_backend
-from .kernel_cases import AttentionCase, InputsCase
+from .kernel_cases import AttentionCase, ExpertsCase, InputsCase
 
 _PEAK_BYTES = 256 * 1024 * 1024
 
@@ -39,15 +39,19 @@ def bench_kernels(
     sliding_reqs: int = 32,
     sliding_len: int = 2048,
     window: int = 512,
+    experts: tuple[int, int, int, int] = (32, 8, 1024, 1024),
+    expert_layers: int = 2,
+    expert_tokens: tuple[int, int] = (32, 512),
     input_rows: int = 1024,
     repeats: int = 20,
 ) -> dict[str, Any]:
-    """Measure decode and prefill attention, decode with a sliding window, the KV write and the input kernels.
+    """Measure attention in decode, prefill and a sliding window, the KV write, the experts' product, the input kernels.
 
     Units: ms and us are medians of one call with the tenth and ninetieth percentile beside them; GB is 10**9 bytes;
         a call of attention or of the KV write is one layer.
     Example: the defaults are SmolLM2-135M: 32 decoding requests of 192 tokens, 8 prompts of 128; the window is that of
-        Gemma 3 270M on 2,048 tokens, with the same requests' full attention beside it.
+        Gemma 3 270M on 2,048 tokens, with the same requests' full attention beside it; experts (how many, how many a
+        token takes, n, k) are gate and up of Granite 3 1B-A400M, for a decode step and a prefill of expert_tokens.
     Raises: ValueError if a kernel differs from its reference, or if device and kernel_backend do not go together.
     """
     if device == "auto":
@@ -55,7 +59,7 @@ def bench_kernels(
     backend = select_backend(kernel_backend, device, num_threads=num_threads)
     torch.set_num_threads(num_threads)
     torch_dtype = getattr(torch, dtype)
-    read_gb_s, tflop_s = _peaks(device, torch_dtype)
+    read_gb_s, tflop_s = peaks = _peaks(device, torch_dtype)
     figures: dict[str, Any] = {
         "device": device,
         "backend": backend.name,
@@ -132,6 +136,11 @@ def bench_kernels(
             **_share("gb_s", sliding_reqs * seen * token_bytes / 1e9, spent, read_gb_s),
         }
 
+    for name, num_tokens in zip(("decode", "prefill"), expert_tokens, strict=True):
+        figures[f"{name}_experts"] = _experts(
+            backend, num_tokens, experts, expert_layers, torch_dtype, device, repeats, peaks
+        )
+
     for num_groups in (1, 6):
         figures[f"inputs_of_{num_groups}_groups"] = {
             "rows": input_rows,
@@ -148,6 +157,43 @@ class _Heads(NamedTuple):
 
 _GEMMA_3_270M = _Heads(4, 1, 256)
 _SLIDING_LAYERS = 4  # of 134 MB in float32; what a window of 512 reads of them is still more than a processor keeps
+
+
+def _experts(
+    backend: Backend,
+    num_tokens: int,
+    experts: tuple[int, int, int, int],
+    num_layers: int,
+    dtype: torch.dtype,
+    device: str,
+    repeats: int,
+    peaks: tuple[float, float],
+) -> dict[str, Any]:
+    """One product beside what reading its weights, and beside what its arithmetic would take at the peak."""
+    num_experts, experts_per_token, n, k = experts
+    case = ExpertsCase(
+        num_tokens,
+        experts_per_token=experts_per_token,
+        num_experts=num_experts,
+        n=n,
+        k=k,
+        num_layers=num_layers,
+        dtype=dtype,
+        device=device,
+    )
+    case.check(backend)
+    spent = _time(lambda layer: case.multiply(backend, layer), num_layers, repeats, device)
+    moved = (case.experts_with_rows * n * k + case.num_rows * (n + k)) * dtype.itemsize / 1e9
+    work = 2 * case.num_rows * n * k / 1e12
+    median = float(np.median(spent))
+    return {
+        "experts": list(experts),
+        "tokens": num_tokens,
+        **_milliseconds(spent),
+        "gb_s": round(moved / median, 2),
+        "tflop_s": round(work / median, 4),
+        "share_of_roofline": round(max(moved / peaks[0], work / peaks[1]) / median, 3),
+    }
 
 
 def _inputs(

@@ -210,7 +210,7 @@ def kernels(
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds of each")] = 20,
     as_json: o.AsJson = False,
 ) -> None:
-    """Each kernel's time beside what this machine allows, at SmolLM2-135M's sizes and with Gemma 3's window."""
+    """Each kernel's time beside what this machine allows, at SmolLM2's, Gemma 3's and Granite's sizes."""
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be one of float32, bfloat16, float16, got {dtype!r}")
     if device not in ("auto", "cpu", "cuda"):

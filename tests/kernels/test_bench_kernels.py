@@ -17,6 +17,8 @@ TINY = {
     "sliding_reqs": 2,
     "sliding_len": 40,
     "window": 10,
+    "experts": (3, 2, 8, 12),
+    "expert_tokens": (2, 7),
     "input_rows": 8,
     "repeats": 2,
     "num_threads": 1,
@@ -36,6 +38,9 @@ def test_every_kernel_has_a_figure_and_all_fit_into_json():
         assert 0 < figures[name]["ms_p10"] <= figures[name]["ms"] <= figures[name]["ms_p90"]
         assert figures[name]["share_of_peak"] > 0
     assert figures["sliding_decode_attention"]["window"] == 10
+    for name, tokens in (("decode_experts", 2), ("prefill_experts", 7)):
+        assert figures[name]["tokens"] == tokens
+        assert figures[name]["ms"] > 0
     for num_groups in (1, 6):
         assert set(figures[f"inputs_of_{num_groups}_groups"]) == {
             "rows",
@@ -85,6 +90,7 @@ def _late(right):
         ("token_inputs", _late),
         ("block_table_gather", _one_off),
         ("slot_mapping", _one_off),
+        ("grouped_gemm", _one_off),
     ],
 )
 def test_a_wrong_kernel_is_not_timed(monkeypatch, kernel, break_it):
