@@ -159,9 +159,9 @@ class LLM:
         """Answer prompts, all at once; the results are in the prompts' order.
 
         prompts: a string, a list of token ids, or a list of either. sampling_params: one for all, or a list; without
-            any, what the model's generation_config.json recommends. One for all or a list are also
-            priority (the smaller the more urgent), user (who shares fairly with others) and cache_salt (only requests
-            of the same salt share cached prefixes); see `RequestOptions`.
+            any, what the model's generation_config.json recommends. One for all or a list are also priority (the
+            smaller the more urgent), user (who shares fairly with others) and cache_salt (only requests of the same
+            salt share cached prefixes); see `RequestOptions`.
         Raises: ValueError naming the prompt that cannot be served, before any is started; RuntimeError when the engine
             fails.
         """

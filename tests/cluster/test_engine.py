@@ -216,14 +216,15 @@ def test_a_call_that_is_broken_off_leaves_nothing(
     client: Client, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while a prompt is on its way: the front has it, this side does not know."""
-    call = client._call
+    link = client._link
+    call = link._call
 
     def broken_off(*arguments: Any) -> None:
         call(*arguments)
-        monkeypatch.setattr(client, "_call", call)
+        monkeypatch.setattr(link, "_call", call)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client, "_call", broken_off)
+    monkeypatch.setattr(link, "_call", broken_off)
     with pytest.raises(KeyboardInterrupt):
         client.generate("abc", LONG)
     cluster.wait_until(is_idle)
