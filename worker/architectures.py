@@ -217,7 +217,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "num_key_value_heads": 4,
                 "sliding_window": 4096,
             },
-            computes=_EXPERTS | {"attention_bias", "use_sliding_window"},
+            # some folders say use_qk_norm, which the class does not ask: it always does
+            computes=_EXPERTS | {"attention_bias", "use_qk_norm", "use_sliding_window"},
             windows=Windows.ALL,
             qk_norm=QKNorm.HEAD,
             experts=ExpertRules(

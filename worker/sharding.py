@@ -48,16 +48,23 @@ class Shard:
 
 
 def check_tensor_parallel_size(config: ModelConfig, tensor_parallel_size: int) -> None:
-    """Refuse a rank count that leaves a rank without a query head, an MLP column or a vocabulary row.
+    """Refuse a rank count that leaves a rank without a query head, an MLP's or an expert's column or a vocabulary row.
 
     Raises: ValueError saying the largest count that works.
     """
-    width = config.experts.width if config.experts is not None else config.intermediate_size
-    most = min(config.num_heads, config.intermediate_size, width, config.vocab_size)
+    counts = {
+        "query heads": config.num_heads,
+        "MLP columns": config.intermediate_size,
+        "vocabulary rows": config.vocab_size,
+    }
+    if config.experts is not None:
+        counts["columns of an expert"] = config.experts.width
+    scarcest = min(counts, key=counts.__getitem__)
+    most = counts[scarcest]
     if not 1 <= tensor_parallel_size <= most:
         raise ValueError(
             f"tensor_parallel_size must be in [1, {most}], got {tensor_parallel_size}: each rank needs at least one "
-            f"of the model's {config.num_heads} query heads"
+            f"of the model's {most} {scarcest}"
         )
 
 

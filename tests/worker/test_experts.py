@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rowcast.tests.worker.test_model_config import LLAMA, folder_with
+from rowcast.worker.architectures import QKNorm
 from rowcast.worker.backend import select_backend
+from rowcast.worker.layer_kinds import LayerKind
 from rowcast.worker.layers.experts import Experts
 from rowcast.worker.layers.linear import Linear
 from rowcast.worker.model_config import ModelConfig
 from rowcast.worker.parallel import TensorParallelGroup
+from rowcast.worker.rope import Rope
 from torch.nn import functional
 
 HIDDEN, WIDTH, NUM_EXPERTS = 20, 12, 6
@@ -142,6 +145,38 @@ def test_what_the_folders_say_of_their_experts(tmp_path: Path):
     assert qwen is not None
     assert (qwen.num_experts, qwen.normalize) == (4, True)
     assert ModelConfig.from_folder(folder_with(tmp_path)).experts is None
+
+
+def test_published_folders_are_read(tmp_path: Path):
+    """What Mixtral 8x7B's and Qwen3-Coder 30B-A3B's config.json say beside sizes."""
+    mixtral = {
+        "attention_dropout": 0.0,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+    }
+    config = ModelConfig.from_folder(folder_with(tmp_path, MIXTRAL, **mixtral))
+    assert config.layers == (LayerKind(rope=Rope(theta=1e6)),) * 2
+    qwen = {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "max_window_layers": 28,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "qkv_bias": False,
+        "rope_scaling": None,
+        "rope_theta": 1e7,
+        "shared_expert_intermediate_size": 0,
+        "sliding_window": None,
+        "use_qk_norm": True,
+        "use_sliding_window": False,
+    }
+    config = ModelConfig.from_folder(folder_with(tmp_path, QWEN, **qwen))
+    assert config.layers == (LayerKind(rope=Rope(theta=1e7)),) * 2
+    assert (config.head_dim, config.qk_norm) == (128, QKNorm.HEAD)
 
 
 @pytest.mark.parametrize(

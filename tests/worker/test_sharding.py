@@ -165,7 +165,8 @@ def test_a_column_of_every_expert_counts():
 
 
 def test_a_rank_count_without_a_column_of_each_expert_is_refused():
-    with pytest.raises(ValueError, match=r"tensor_parallel_size must be in \[1, 4\], got 5"):
+    told = r"in \[1, 4\], got 5: each rank needs at least one of the model's 4 columns of an expert"
+    with pytest.raises(ValueError, match=told):
         check_tensor_parallel_size(mixture(width=4), 5)
 
 
