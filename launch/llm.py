@@ -19,6 +19,7 @@ from ..cluster.prompts import (
     Prompt,
     Prompts,
     list_conversations,
+    list_params,
 )
 from ..scheduler.sampling_params import SamplingParams
 from .config import EngineOptions, Environment, plan_engine
@@ -146,6 +147,10 @@ class LLM:
     @property
     def has_chat_template(self) -> bool:
         return self._text.has_chat_template
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without any gets: the recommendation of the model's generation_config.json."""
+        return list_params(None, 1, self._text.sampling_defaults)[0]
 
     def generate(
         self,

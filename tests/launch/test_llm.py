@@ -126,6 +126,19 @@ def test_a_stop_string_ends_the_text_and_the_request(llm):
     assert (included.text, included.token_ids) == (expected + stop, answer.token_ids)
 
 
+def test_a_stop_string_before_min_tokens_stays_in_the_text(llm):
+    """S18, in the engine: an early character stops nothing, a later one of the same kind does."""
+    params = SamplingParams(temperature=0, max_tokens=60, min_tokens=12, ignore_eos=True)
+    (whole,) = llm.generate("hello", params)[0].outputs
+    early = llm._text.decode(whole.token_ids[:12])
+    stop = next(c for c in early if c.isascii() and c in whole.text[len(early) + 1 :])
+    (answer,) = llm.generate("hello", replace(params, stop=stop))[0].outputs
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    assert 12 < len(answer.token_ids) < 60
+    assert answer.text == whole.text[: whole.text.index(stop, len(early))]
+    assert stop in answer.text
+
+
 def test_a_stop_string_met_while_another_thread_steps_ends_the_stream(llm):
     """The text is made where the token comes, and not only where its owner looks."""
     text = llm.generate("hello", replace(GREEDY, max_tokens=40))[0].outputs[0].text
@@ -487,6 +500,7 @@ def test_without_params_a_model_samples_as_its_folder_recommends(model, tmp_path
     with make_llm(folder) as llm:
         greedy = llm.generate("hello", replace(GREEDY, max_tokens=5, ignore_eos=False))
         assert token_ids(llm.generate("hello")) == token_ids(greedy)
+        assert llm.get_default_sampling_params() == SamplingParams(top_k=1, max_tokens=5)
         *_, last = llm.stream("hello")
         assert last.outputs == greedy[0].outputs
         free = llm.generate(["hello"] * 4, SamplingParams(ignore_eos=True))
