@@ -15,11 +15,10 @@ from rowcast.tests.worker.generation import (
     transformers_tokens,
 )
 from rowcast.tests.worker.rank_pool import RankPool, generate_on_rank
-from rowcast.tests.worker.test_weights import Rank
+from rowcast.tests.worker.test_weights import load
 from rowcast.tests.worker.tiny_models import VOCAB_SIZE, heads, make_model, with_config
-from rowcast.worker.model_config import ModelConfig
-from rowcast.worker.models.decoder import load_decoder
 from rowcast.worker.models.weights import Checkpoint
+from safetensors import safe_open
 
 MAX_TOKENS = 24
 
@@ -106,31 +105,43 @@ def test_greedy_tokens_equal_those_of_transformers_on_any_number_of_ranks(
             assert tokens == [expected], f"rank {rank} of {world_size}"
 
 
+def fuse_experts(folder: Path, to: Path) -> Path:
+    """The same checkpoint with a layer's experts in one tensor: what transformers computes with, and may save."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(to, save_original_format=False)
+    return to
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_experts_fused_in_one_tensor_a_layer_load_as_those_apart(name: str, tmp_path: Path):
     """transformers computes with the one and saves the other: a folder may hold either."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    apart, fused = make_mixture(tmp_path / "apart", name), tmp_path / "fused"
-    AutoModelForCausalLM.from_pretrained(apart).save_pretrained(fused, save_original_format=False)
-    loaded = {}
+    apart = make_mixture(tmp_path / "apart", name)
+    fused = fuse_experts(apart, tmp_path / "fused")
+    prompts = random_prompts(4, vocab_size=VOCAB_SIZE)
+    tokens = []
     for folder in (apart, fused):
         with Checkpoint(folder) as checkpoint:
             assert ("model.layers.0.mlp.experts.gate_up_proj" in checkpoint) == (folder == fused)
-            load_decoder(
-                ModelConfig.from_folder(folder),
-                checkpoint,
-                parallel=Rank(1, 3),
-                max_model_len=32,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-            )
-            loaded[folder] = checkpoint.bytes_read
-    assert loaded[apart] == loaded[fused]
-    prompts = random_prompts(4, vocab_size=VOCAB_SIZE)
-    tokens = [generate(make_runner(folder), prompts, greedy(8)) for folder in (apart, fused)]
+        tokens.append(generate(make_runner(folder), prompts, greedy(8)))
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ranks_read_their_columns_of_every_expert_and_no_more(fused: bool, tmp_path: Path):
+    """3 KV heads on 3 ranks: norms and routers alone are read by more than one."""
+    folder = make_mixture(tmp_path / "apart", "qwen3-moe-each-second-layer")
+    if fused:
+        folder = fuse_experts(folder, tmp_path / "fused")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        size_of = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+    everywhere = ("norm.weight", "layernorm.weight", "mlp.gate.weight", "o_proj.bias")
+    replicated = sum(size for name, size in size_of.items() if name.endswith(everywhere))
+    assert sum(name.endswith("mlp.gate.weight") for name in size_of) == 2
+    assert load(folder) == sum(size_of.values())
+    read = [load(folder, rank, 3) for rank in range(3)]
+    assert sum(read) == sum(size_of.values()) + 2 * replicated
+    assert max(read) < 1.1 * min(read)
 
 
 def test_interpreted_triton_kernels_give_the_tokens_of_the_cpu_s_and_16_bits_pass_through(
