@@ -53,7 +53,7 @@ class Architecture:
     layer_norms: norms take the mean off and have a bias; otherwise they are root-mean-square norms.
     offset_norms: norm weights are stored as their difference from 1.
     wide_norms: norms are scaled in float32 and then rounded to the model's dtype, not the other way round.
-    scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
+    scaled_embeddings: embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype.
     fused_projections: q, k and v are stored as one matrix, and so are gate and up.
     experts: how it says and stores its mixture of experts, if it has one.
     """

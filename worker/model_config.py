@@ -54,13 +54,18 @@ class ModelConfig:
     """A decoder's sizes and switches: all that the rest of the worker knows of an architecture.
 
     Units: every size counts items of the whole model, not of a rank. max_position_embeddings is tokens.
-    layers: what sets each layer's attention apart. torch_dtype: the checkpoint's, one of TORCH_DTYPES. eos_token_ids:
-    every id that ends a request, possibly none. activation: the MLP's, one of ACTIVATIONS. attention_scale: what
-    q . k is multiplied by. attention_softcap, logits_softcap: c * tanh(x / c) of the scores, of the logits; 0 is off.
-    residual_scale: what attention's and MLP's results are multiplied by before they are added. logits_divisor: what
-    logits are divided by. parallel_residual: attention and MLP see the same input, and both are added at once.
-    experts: what some layers have in place of the MLP, if any. qk_norm, pre_norms, post_norms, layer_norms,
-    offset_norms, wide_norms, fused_projections: as in `Architecture`.
+    layers: what sets each layer's attention apart.
+    torch_dtype: the checkpoint's, one of TORCH_DTYPES.
+    eos_token_ids: every id that ends a request, possibly none.
+    activation: the MLP's, one of ACTIVATIONS.
+    attention_scale: what q . k is multiplied by.
+    attention_softcap, logits_softcap: c * tanh(x / c) of the scores, of the logits; 0 is off.
+    embedding_scale: what embeddings are multiplied by; round_embedding_scale: rounded to the model's dtype first.
+    residual_scale: what attention's and MLP's results are multiplied by before they are added.
+    logits_divisor: what logits are divided by.
+    parallel_residual: attention and MLP see the same input, and both are added at once.
+    experts: what some layers have in place of the MLP, if any.
+    qk_norm, pre_norms, post_norms, layer_norms, offset_norms, wide_norms, fused_projections: as in `Architecture`.
     """
 
     architecture: str
@@ -82,6 +87,7 @@ class ModelConfig:
     mlp_bias: bool = False
     activation: str = "silu"
     embedding_scale: float = 1.0
+    round_embedding_scale: bool = False
     residual_scale: float = 1.0
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
@@ -180,6 +186,7 @@ class ModelConfig:
                 if architecture.scaled_embeddings
                 else reader.real("embedding_multiplier", 1.0)
             ),
+            round_embedding_scale=architecture.scaled_embeddings,
             residual_scale=reader.real("residual_multiplier", 1.0),
             attention_softcap=_softcap(reader, "attn_logit_softcapping"),
             logits_softcap=_softcap(reader, "final_logit_softcapping"),

@@ -123,17 +123,19 @@ def test_layer_norm_is_torchs_and_heads_may_have_their_own(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_embedding_scale_is_rounded_before_it_multiplies(dtype: torch.dtype):
-    """sqrt(3072) = 55.4256 is 55.5 in bfloat16."""
+def test_gemmas_embedding_scale_is_rounded_before_it_multiplies(dtype: torch.dtype):
+    """sqrt(3072) = 55.4256 is 55.5 in bfloat16. Granite's multiplier is a number beside the tensor, and is not."""
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
     theirs = Gemma3TextScaledWordEmbedding(20, 64, 0, embed_scale=3072**0.5).to(dtype)
     alone = TensorParallelGroup.alone()
-    ours = VocabEmbedding(theirs.weight.data, range(20), alone, scale=3072**0.5)
+    ours = VocabEmbedding(theirs.weight.data, range(20), alone, scale=3072**0.5, round_scale=True)
     ids = torch.arange(20, dtype=torch.int32)
     before = theirs.weight.data.clone()
     assert torch.equal(ours(ids), theirs(ids))
     assert torch.equal(theirs.weight.data, before)  # a tied head reads the same matrix, unscaled
+    granites = VocabEmbedding(theirs.weight.data, range(20), alone, scale=10.1)
+    assert torch.equal(granites(ids), theirs.weight.data * 10.1)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])

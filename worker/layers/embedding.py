@@ -10,7 +10,7 @@ from ..parallel import TensorParallelGroup
 class VocabEmbedding:
     """Shapes: weight [len(rows), hidden_size], the rows [rows.start, rows.stop) of the vocabulary.
 
-    scale: what vectors are multiplied by, rounded to the weight's dtype first, as transformers does.
+    scale: what vectors are multiplied by; round_scale: after it was rounded to the weight's dtype.
     """
 
     def __init__(
@@ -20,12 +20,13 @@ class VocabEmbedding:
         parallel: TensorParallelGroup,
         *,
         scale: float = 1.0,
+        round_scale: bool = False,
     ) -> None:
         assert len(weight) == len(rows), (weight.shape, rows)
         self._weight = weight
         self._rows = rows
         self._parallel = parallel
-        self._scale = torch.tensor(scale, dtype=weight.dtype).item()
+        self._scale = torch.tensor(scale, dtype=weight.dtype).item() if round_scale else scale
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Shapes: input_ids [num_tokens] int32; returns [num_tokens, hidden_size], a new tensor."""

@@ -116,7 +116,11 @@ def load_decoder(
     head = embedding if config.tie_word_embeddings else loader.vocab_rows(_HEAD)
     decoder = Decoder(
         embedding=VocabEmbedding(
-            embedding, shard.vocab_rows, parallel, scale=config.embedding_scale
+            embedding,
+            shard.vocab_rows,
+            parallel,
+            scale=config.embedding_scale,
+            round_scale=config.round_embedding_scale,
         ),
         rotary={
             rope: _rotary(rope, config.head_dim, max_model_len, dtype, device)
