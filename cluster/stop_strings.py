@@ -22,6 +22,7 @@ class StopStrings:
         # The longest first: of those that end together it is seen first.
         self._strings = sorted(strings, key=len, reverse=True)
         self._borders = [_borders(string) for string in self._strings]
+        self._first_characters = frozenset(string[0] for string in self._strings)
         # For each string, how many of its first characters the text ends with.
         self._begun = [0] * len(self._strings)
 
@@ -35,6 +36,8 @@ class StopStrings:
 
         counts: whether a string that ends here is a stop. If not, it is passed by, and one that overlaps it may follow.
         """
+        if not any(self._begun) and self._first_characters.isdisjoint(piece):
+            return None  # most pieces, and the loop is what costs
         for index, character in enumerate(piece):
             for which, string in enumerate(self._strings):
                 borders, begun = self._borders[which], self._begun[which]
