@@ -198,6 +198,18 @@ def test_a_length_beyond_the_models_is_refused(folder, environment):
         plan_engine(EngineOptions(model=str(folder), max_model_len=129), environment)
 
 
+def test_a_stretched_rope_is_used_beyond_the_models_length_only_when_asked(folder, environment):
+    """Dynamic RoPE turns otherwise from that length on, also for short prompts: nobody gets that unasked."""
+    scaled = {**CONFIG, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(scaled))
+    plan = plan_engine(EngineOptions(model=str(folder)), environment)
+    assert plan.worker.max_model_len == 128
+    plan = plan_engine(EngineOptions(model=str(folder), max_model_len=256), environment)
+    assert plan.worker.max_model_len == plan.scheduler.max_model_len == 256
+    with pytest.raises(ValueError, match=r"^max_model_len must be at most 256"):
+        plan_engine(EngineOptions(model=str(folder), max_model_len=257), environment)
+
+
 def test_more_ranks_than_heads_are_refused(folder, environment):
     with pytest.raises(ValueError, match=r"^tensor_parallel_size must be in \[1, 4\], got 5"):
         plan_engine(EngineOptions(model=str(folder), tensor_parallel_size=5), environment)
