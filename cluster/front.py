@@ -219,7 +219,9 @@ class Front:
                     self._read_prompt, request.prompt
                 )
             ids, prompt = read[id(request.prompt)]
-            params = with_bad_words(request.params, self.text)
+            params = request.params
+            if params.bad_words or params.bad_words_token_ids:
+                params = await asyncio.to_thread(with_bad_words, params, self.text)
             submit = Submit(
                 number=0,
                 submit_key=make_submit_key(client, request.counter - request.n_index),

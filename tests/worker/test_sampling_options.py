@@ -11,6 +11,7 @@ from rowcast.tests.worker.generation import (
     make_runner,
     random_prompts,
 )
+from rowcast.tests.worker.rank_pool import generate_on_rank
 from rowcast.worker.model_runner import ModelRunner
 
 MAX_TOKENS = 30
@@ -124,6 +125,18 @@ def test_how_a_request_is_served_changes_nothing_of_what_it_asked(
     expected = generate(runner, prompts, mixed(34))
     other = make_runner(runner.config.model_dir, **{"max_num_seqs": 34, **worker})
     assert generate(other, prompts, mixed(34), **scheduler) == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_share_the_vocabulary_choose_what_one_chooses(
+    runner, prompts, rank_pool, world_size
+):
+    """199 ids do not divide, and each rank adjusts its own; all digests are compared in every step."""
+    expected = generate(runner, prompts, mixed(34))
+    case = ({"max_num_seqs": 34}, prompts, mixed(34))
+    folder = runner.config.model_dir
+    for tokens in rank_pool.run(world_size, generate_on_rank, folder, [case]):
+        assert tokens == [expected]
 
 
 @pytest.mark.parametrize(
