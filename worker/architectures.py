@@ -42,6 +42,7 @@ class Architecture:
     defaults: the class's own values, for keys that a config.json may leave out.
     computes: of the keys that others must leave neutral (`model_config.NEUTRAL_VALUES`), those that this one reads.
     activation_key: where config.json names the MLP's activation.
+    gelu_means_tanh: an activation of "gelu" is the tanh approximation, as the first folders meant it.
     windows: which layers see a window.
     rope_theta: the RoPE base where config.json names none.
     sliding_rope_theta: that of sliding layers, where they have a RoPE of their own.
@@ -61,6 +62,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     computes: frozenset[str] = frozenset()
     activation_key: str = "hidden_act"
+    gelu_means_tanh: bool = False
     windows: Windows = Windows.NONE
     rope_theta: float = 10_000.0
     sliding_rope_theta: float | None = None
@@ -125,6 +127,20 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             windows=Windows.UPPER,
             qk_norm=QKNorm.HEAD,
         ),
+        "GemmaForCausalLM": Architecture(
+            defaults={
+                "eos_token_id": 1,
+                "head_dim": 256,
+                "hidden_act": "gelu_pytorch_tanh",
+                "num_key_value_heads": 16,
+                "tie_word_embeddings": True,
+            },
+            computes=frozenset({"attention_bias"}),
+            gelu_means_tanh=True,
+            offset_norms=True,
+            wide_norms=True,
+            scaled_embeddings=True,
+        ),
         "Gemma2ForCausalLM": Architecture(
             defaults={
                 **_GEMMA_2,
@@ -168,6 +184,22 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Olmo2ForCausalLM": Architecture(
             defaults={"hidden_act": "silu", "rms_norm_eps": 1e-5},
             computes=frozenset({"attention_bias"}),
+            qk_norm=QKNorm.ALL_HEADS,
+            pre_norms=False,
+            post_norms=True,
+            wide_norms=True,
+        ),
+        "Olmo3ForCausalLM": Architecture(
+            defaults={
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            computes=frozenset({"attention_bias"}),
+            windows=Windows.PATTERN,
+            rope_theta=500_000.0,
+            sliding_rope_theta=500_000.0,
             qk_norm=QKNorm.ALL_HEADS,
             pre_norms=False,
             post_norms=True,

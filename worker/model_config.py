@@ -131,6 +131,8 @@ class ModelConfig:
                 reader.refuse_unless(key, neutral)
         if architecture.windows is Windows.NONE:
             reader.refuse_unless("sliding_window", (None,))
+        if architecture.gelu_means_tanh and values.get(architecture.activation_key) == "gelu":
+            values[architecture.activation_key] = "gelu_pytorch_tanh"
         reader.refuse_unless(architecture.activation_key, ACTIVATIONS)
         hidden_size = reader.size("hidden_size")
         num_heads = reader.size("num_attention_heads")

@@ -137,6 +137,11 @@ MODELS = {
         sizes=heads(1, 8, 48, use_sliding_window=True, sliding_window=6, max_window_layers=2),
         without={"use_sliding_window": False, "layer_types": None},
     ),
+    "gemma": Model(
+        architecture="Gemma",
+        sizes=heads(1, 5, 96),
+        without={"hidden_act": "silu"},
+    ),
     "gemma2": Model(
         architecture="Gemma2",
         sizes=heads(
@@ -198,6 +203,21 @@ MODELS = {
         without={"rms_norm_eps": 5.0},
     ),
     "olmo2-shared-kv": Model(architecture="Olmo2", sizes=heads(2, 4, 48)),
+    "olmo3": Model(
+        architecture="Olmo3",
+        sizes=heads(
+            3,
+            1,
+            48,
+            num_hidden_layers=4,
+            sliding_window=9,
+            rope_parameters={
+                FULL: rope("yarn", factor=4.0, original_max_position_embeddings=64),
+                SLIDING: rope("default"),
+            },
+        ),
+        without={"layer_types": [FULL] * 4},
+    ),
     "granite": Model(
         architecture="Granite",
         sizes=heads(

@@ -174,6 +174,11 @@ def test_layers_without_rope_are_each_fourth_or_those_that_are_named(tmp_path: P
     assert turns == [False, True, True, False, False]
 
 
+def test_gemmas_first_folders_mean_the_tanh_approximation(tmp_path: Path):
+    config = ModelConfig.from_folder(folder_with(tmp_path, of("Gemma", hidden_act="gelu")))
+    assert config.activation == "gelu_pytorch_tanh"
+
+
 def test_biases_scales_and_caps_are_where_each_architecture_has_them(tmp_path: Path):
     qwen = ModelConfig.from_folder(folder_with(tmp_path, of("Qwen2")))
     assert (qwen.qkv_bias, qwen.output_bias) == (True, False)
