@@ -38,7 +38,7 @@ class Adjustments:
     def apply(self, logits: torch.Tensor, ids_here: range, vocab_size: int) -> None:
         """Adjust.
 
-        Shapes: logits [n, len(ids_here)] float32, changed in place, of the vocabulary ids ids_here.
+        Shapes: logits [n, len(ids_here)] float32, contiguous, changed in place, of the vocabulary ids ids_here.
         """
         forbidden = []
         for asked in self.features:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from .cells import Cells
+
 
 def keep(logits: torch.Tensor, row: int, ids: np.ndarray) -> None:
     """Shapes: logits [n, num_ids] float32, changed in place; ids [m], those of the list that are columns here."""
-    columns = torch.from_numpy(ids.astype(np.int64)).to(logits.device)
-    kept = logits[row, columns]
+    cells = Cells(logits[row : row + 1], np.zeros_like(ids), ids)
+    kept = cells.read()
     logits[row] = float("-inf")
-    logits[row, columns] = kept
+    cells.write(kept)

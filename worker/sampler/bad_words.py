@@ -13,10 +13,14 @@ def forbidden(words: Sequence[np.ndarray], outputs: np.ndarray) -> np.ndarray:
     Shapes: words one [length] int32 each; outputs [num_outputs] int32, so far; returns [m] int32.
     Example: outputs [10, 11]: the word [10, 11, 60] forbids 60, [11, 11, 50] nothing, [7] always 7.
     """
-    ids = [word[-1] for word in words if _ends_in(outputs, word[:-1])]
+    last = outputs[-1] if len(outputs) else -1
+    ids = [
+        word[-1]
+        for word in words
+        if len(word) == 1 or (word[-2] == last and _ends_in(outputs, word[:-1]))
+    ]
     return np.array(ids, np.int32)
 
 
 def _ends_in(outputs: np.ndarray, others: np.ndarray) -> bool:
-    count = len(others)
-    return len(outputs) >= count and bool((outputs[len(outputs) - count :] == others).all())
+    return np.array_equal(outputs[-len(others) :], others)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from .cells import Cells
+
 
 def forbid(logits: torch.Tensor, rows: np.ndarray, ids: np.ndarray) -> None:
     """Shapes: logits [n, num_ids] float32, changed in place; rows and ids [m], one pair for each logit."""
-    logits[_on(rows, logits), _on(ids, logits)] = float("-inf")
-
-
-def _on(places: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(places.astype(np.int64)).to(like.device)
+    Cells(logits, rows, ids).write(float("-inf"))

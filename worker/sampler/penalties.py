@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .cells import Cells
+
 # A repetition penalty near 0 makes any logit infinite; below this it stays finite at every temperature.
 _HIGHEST = 1e30
 
@@ -57,10 +59,10 @@ def _repetition(
     logits: torch.Tensor, penalties: Penalties, of_row: np.ndarray, ids: np.ndarray
 ) -> None:
     # An id that was seen twice is written twice, with the same value: nothing accumulates.
-    cells = (_on(penalties.rows[of_row], logits), _on(ids, logits))
+    cells = Cells(logits, penalties.rows[of_row], ids)
     factor = torch.from_numpy(penalties.repetition[of_row]).to(logits.device)
-    seen = logits[cells]
-    logits[cells] = torch.where(seen > 0, seen / factor, seen * factor).clamp_(max=_HIGHEST)
+    seen = cells.read()
+    cells.write(torch.where(seen > 0, seen / factor, seen * factor).clamp_(max=_HIGHEST))
 
 
 def _frequency_and_presence(
@@ -69,12 +71,8 @@ def _frequency_and_presence(
     num_ids = logits.shape[1]
     pairs, counts = np.unique(of_row * num_ids + ids, return_counts=True)
     of_row, ids = np.divmod(pairs, num_ids)
-    cells = (_on(penalties.rows[of_row], logits), _on(ids, logits))
+    cells = Cells(logits, penalties.rows[of_row], ids)
     frequency = torch.from_numpy(penalties.frequency[of_row]).to(logits.device)
     presence = torch.from_numpy(penalties.presence[of_row]).to(logits.device)
     times = torch.from_numpy(counts.astype(np.float32)).to(logits.device)
-    logits[cells] = logits[cells] - frequency * times - presence
-
-
-def _on(places: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(places.astype(np.int64)).to(like.device)
+    cells.write(cells.read() - frequency * times - presence)

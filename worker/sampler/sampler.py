@@ -87,6 +87,7 @@ class Sampler:
         """
         logits = logits.float()
         if adjustments is not None:
+            logits = logits.contiguous()
             adjustments.apply(logits, self._rows, self._vocab_size)
         is_greedy = temperature.is_greedy(rows.temperature) | (rows.top_k == 1)
         is_free = (
