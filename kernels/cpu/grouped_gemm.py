@@ -1,7 +1,8 @@
 """The CPU's twin of kernels/grouped_gemm.py: torch's own product, once for each expert that has rows.
 
-Torch and not Numba: its library's product is the fastest there is here, and reads each expert's weight once. It runs on
-torch's threads, in rank and test processes as many as the worker sets.
+Torch and not Numba: its library's product is as fast as reading the weight for one row, and much faster for many. It
+runs on torch's threads, as many as the worker sets. Weights stay as they lie: in oneDNN's own layout, as `Linear` has
+them, 8 rows of 1,024 x 1,024 would take 0.34 ms in place of 0.53 (one EPYC core), but no other kernel could read them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     weight = softmax(router(x)), the largest experts_per_token of it, divided by their sum where `normalize`
     expert_e(x) = down_e(activation(gate_e(x)) * up_e(x))
 
-Every rank has the whole router and the same x, to the last bit, so all ranks choose the same experts; each computes its
-columns of them, and one sum over the ranks makes the layer's output, as in the dense MLP. Nothing here waits for the
-device: how many tokens an expert has is known there alone.
+Every rank has the whole router and the same x, to the last bit, so ranks on processors of one kind choose the same
+experts (another kind may round otherwise); each computes its columns of them, and one sum over the ranks makes the
+layer's output, as in the dense MLP. Nothing here waits for the device, which alone knows how many tokens an expert has.
 """
 
 from __future__ import annotations
