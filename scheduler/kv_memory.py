@@ -150,21 +150,26 @@ class KVMemory:
         held = [deepest_first(r.held_blocks, self.groups) for r in self._holders.values()]
         return np.concatenate(held) if held else np.empty(0, np.int32)
 
-    def hold(self, row: int, request: Request) -> None:
-        """Let a request keep its blocks while it loses its row, until its last step has settled."""
-        request.held_blocks = self.blocks.row_tables(row)
-        self.blocks.release((row,))
-        self._holders[request.generation] = request
+    def hold(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
+        """Let requests keep their blocks while they lose their rows, until their last steps have settled."""
+        for row, request in zip(rows, requests, strict=True):
+            request.held_blocks = self.blocks.row_tables(row)
+            self._holders[request.generation] = request
+        self.blocks.clear(rows)
 
-    def let_go(self, request: Request) -> None:
-        """Free what a request holds without a row, if it does."""
-        if self._holders.pop(request.generation, None) is not None:
-            self.pool.free(deepest_first(request.held_blocks, self.groups))
-            request.held_blocks = ()
+    def let_go(self, requests: Sequence[Request]) -> None:
+        """Free what requests hold without a row, as far as they do."""
+        ids = []
+        for request in requests:
+            if self._holders.pop(request.generation, None) is not None:
+                ids.append(deepest_first(request.held_blocks, self.groups))
+                request.held_blocks = ()
+        if ids:
+            self.pool.free(np.concatenate(ids))
 
     def reclaim(self) -> bool:
         """Free the blocks of the one that has held them longest without a row, unpublished. False if there is none."""
         for request in self._holders.values():
-            self.let_go(request)
+            self.let_go([request])
             return True
         return False

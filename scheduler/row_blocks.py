@@ -197,6 +197,9 @@ class RowBlocks:
 
     def row_tables(self, row: int) -> tuple[np.ndarray, ...]:
         """Copy what a row holds: each group's cells up to its count."""
+        if len(self.sizes) == 1:
+            same = self.sizes[0]
+            return tuple(same.block_ids[:, row, : same.num_blocks[row]].copy())
         return tuple(
             table[row, : held[row]].copy()
             for held, table in zip(self.num_blocks, self.block_ids, strict=True)
@@ -232,20 +235,21 @@ class RowBlocks:
         """Empty rows and name what they held, row by row, the block that ends deepest first whichever its group."""
         if len(self.sizes) == 1:
             same = self.sizes[0]
-            width = int(same.num_blocks[rows].max())
-            held = same.block_ids[:, rows, :width]
+            held = same.block_ids[:, rows, : int(same.num_blocks[rows].max())]
             ids = held[:, :, ::-1].transpose(1, 2, 0).ravel()
             ids = ids[ids > 0]
-            same.block_ids[:, rows, :width] = 0
-            same.num_blocks[rows] = 0
         else:
             ids = np.concatenate([deepest_first(self.row_tables(row), self.groups) for row in rows])
-            for same in self.sizes:
-                same.block_ids[:, rows] = 0
-                same.num_blocks[rows] = 0
+        self.clear(rows)
+        return ids
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Empty rows."""
+        for same in self.sizes:
+            same.block_ids[:, rows, : int(same.num_blocks[rows].max())] = 0
+            same.num_blocks[rows] = 0
         for same in self.windows:
             same.num_returned[rows] = 0
-        return ids
 
 
 def deepest_first(tables: Sequence[np.ndarray], groups: Sequence[KVGroupSpec]) -> np.ndarray:

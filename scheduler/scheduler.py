@@ -213,7 +213,7 @@ class Scheduler:
             if self.pool.can_allocate(num_new_blocks):
                 break
             if not self.memory.reclaim():
-                self._seats.preempt(self.waiting.victim(self.table))
+                self._seats.preempt(np.array([self.waiting.victim(self.table)]))
         admissions = None
         if share.left and self._seats.num_preemptions == num_preemptions and len(self.waiting):
             admissions, share = self._admit(share, num_new_blocks)
@@ -362,24 +362,19 @@ class Scheduler:
         self, tokens: np.ndarray, record: StepRecord, batch_indices: np.ndarray
     ) -> list[Entry]:
         """Append tokens whose request has left its row since; those whose request has ended are dropped."""
-        entries = []
-        plan = record.plan
-        for batch_index in batch_indices.tolist():
-            request = self._seats.settle_late(
-                int(record.columns.generations[batch_index]),
-                int(plan.num_computed_tokens[batch_index]),
-                int(plan.seq_lens[batch_index]),
-            )
-            if request is None:
-                continue
-            if not plan.samples[batch_index]:
+        entries, ended = [], []
+        for batch_index, request in self._seats.settle_late(record, batch_indices):
+            if not record.plan.samples[batch_index]:
                 continue
             token = int(tokens[batch_index])
-            request.tokens = np.append(request.tokens, np.int32(token))
-            code = self._stops.finish_code(request, token, len(request.tokens))
-            if code is not FinishCode.RUNNING:
-                self._end([request])
+            code = self._stops.finish_code(request, token, len(request.tokens) + 1)
+            if code is FinishCode.RUNNING:
+                request.tokens = np.append(request.tokens, np.int32(token))
+            else:
+                ended.append(request)
             entries.append((request.front_index, request.number, token, code))
+        if ended:
+            self._end(ended)
         return entries
 
     def _deliver(
@@ -398,8 +393,8 @@ class Scheduler:
         have, tokens in flight too.
         """
         if preempt_running:
-            for row in np.flatnonzero(self.table.live).tolist():
-                self._seats.preempt(row)
+            if self.table.num_live:
+                self._seats.preempt(np.flatnonzero(self.table.live))
             while self.memory.reclaim():
                 pass
         return self.cache.reset()
