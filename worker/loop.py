@@ -37,7 +37,8 @@ class Executor(Protocol):
 class WorkerLoop:
     """One rank's loop over one life (epoch) of the worker group.
 
-    Frames of an older epoch are dropped and counted in `dropped_frames`; `sequence` is that of the last frame taken.
+    Frames of an older epoch are dropped and counted in `dropped_frames`; `sequence` is that of the last frame taken,
+    `done` that of the last one carried out. Other threads may read them.
     """
 
     def __init__(self, executor: Executor, channel: Channel, *, rank: int, epoch: int) -> None:
@@ -46,6 +47,7 @@ class WorkerLoop:
         self.rank = rank
         self.epoch = epoch
         self.sequence = 0
+        self.done = 0
         self.dropped_frames = 0
         self.stopped = False
         self._sequence_seen = 0  # of the frame in hand, for the error report
@@ -108,6 +110,7 @@ class WorkerLoop:
             )
         else:
             raise ProtocolError(f"{frame.kind.name.lower()} frames are not supported yet")
+        self.done = frame.sequence
 
     def _report(self, error: Exception) -> None:
         """Send the one error report. A channel that cannot carry it must not hide what went wrong."""

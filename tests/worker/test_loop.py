@@ -109,6 +109,21 @@ def test_the_executor_gets_the_bytes_of_the_frame():
     assert executor.frames == sent
 
 
+def test_how_far_a_rank_is_can_be_read_in_the_middle_of_a_step():
+    seen = []
+
+    class Slow(StateExecutor):
+        def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
+            seen.append((loop.sequence, loop.done))
+            return super().execute(step, frame)
+
+    loop, queue = make_loop(executor=Slow())
+    queue.frames += [frame(1), frame(2)]
+    drain(loop)
+    assert seen == [(1, 0), (2, 1)]
+    assert (loop.sequence, loop.done) == (2, 2)
+
+
 def test_only_rank_0_reports_results():
     loop, queue = make_loop(rank=1)
     queue.frames.append(frame(1, step(request(2, [1]), grow=[[7]])))
