@@ -281,7 +281,7 @@ class Scheduler:
             hits.append(offer.hit)
         if not admitted:
             return None, share
-        return admissions_of(admitted, hits), Share(
+        return admissions_of(self.table, admitted, hits), Share(
             run_rows=np.concatenate((share.run_rows, np.array(long_rows, np.int32))),
             run_counts=np.concatenate((share.run_counts, np.array(long_counts, np.int32))),
             paused_rows=share.paused_rows,
