@@ -279,7 +279,7 @@ class EmbeddedEngine:
     # The engine's turns
 
     def step(self) -> None:
-        """One turn of the scheduler and one of the worker; then every request has what came of it.
+        """One turn of the worker and one of the scheduler; then every request has what came of it.
 
         Raises: RuntimeError, one sentence, when the engine failed; it stays unusable.
         """
@@ -289,8 +289,9 @@ class EmbeddedEngine:
 
     def _step(self) -> None:
         try:
-            moved = self._scheduler_loop.turn(0.0)
-            moved = self._worker_turn() or moved
+            # In this order a step's tokens are out before the next step runs, however many are under way.
+            moved = self._worker_turn()
+            moved = self._scheduler_loop.turn(0.0) or moved
             moved = self._take_outputs() or moved
         except WorkerGroupError as error:
             self._failed = str(error)
