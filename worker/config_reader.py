@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+_TOO_LARGE = 2**31  # for any size of a model
 
 
 class ConfigReader:
@@ -23,6 +25,8 @@ class ConfigReader:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             got = "nothing" if value is None else short(value)
             raise ValueError(f"{self.where}: {key} must be an integer, at least 1, got {got}")
+        if value >= _TOO_LARGE:
+            raise ValueError(f"{self.where}: {key} must be below 2**31, got {short(value)}")
         return value
 
     def real(self, key: str, default: float) -> float:
@@ -32,7 +36,7 @@ class ConfigReader:
         if (
             not isinstance(value, int | float)
             or isinstance(value, bool)
-            or not 0 < value < math.inf
+            or not 0 < value <= sys.float_info.max
         ):
             raise ValueError(f"{self.where}: {key} must be a number above 0, got {short(value)}")
         return float(value)
