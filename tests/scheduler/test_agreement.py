@@ -76,7 +76,7 @@ def test_a_row_with_one_uncomputed_token_runs_it_unless_paused():
 
 
 def test_order_is_fewest_tokens_then_context_then_row():
-    """A fresh one-token prompt among decodes must come after those that have context."""
+    """W-13: a fresh one-token prompt among decodes must come after those that have context."""
     scheduled = i32(1, 5, 1, 5, 1, 0)
     computed = i32(0, 0, 7, 3, 9, 4)
     assert batch_order(scheduled, computed).tolist() == [2, 4, 0, 3, 1]
@@ -129,7 +129,7 @@ def test_the_steady_path_gives_the_plan_of_the_general_one(rows, pause):
 
 
 def test_the_rank_with_the_fewest_blocks_decides():
-    """T06: rank 0 sized 2,111 blocks and sent ids that rank 1, with 2,055, does not have."""
+    """T06, H-14: rank 0 sized 2,111 blocks and sent ids that rank 1, with 2,055, does not have."""
     spec = KVGroupSpec(block_size=16, num_kv_heads=2, head_dim=8, layers=(0, 1))
     groups, num_blocks = agree_on_groups([[spec], [spec]], [2111, 2055])
     assert (groups, num_blocks) == ((spec,), 2055)

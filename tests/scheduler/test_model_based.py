@@ -156,6 +156,8 @@ class Game:
         own = np.random.default_rng(number).integers(0, FEW_TOKENS, move.own, np.int32)
         prompt = np.concatenate((self.documents[move.document, : move.shared], own)).tolist()
         self.salts[number] = move.salt or None
+        # Where it has no effect, the door refuses it.
+        priority = move.priority if self.engine.policy == "priority" else 0
         end_len = min(MAX_MODEL_LEN, len(prompt) + (move.max_tokens or 1))
         refused = pytest.raises(ValueError, match=r"whole (KV )?pool holds")
         priority = move.priority if self.engine.policy == "priority" else 0

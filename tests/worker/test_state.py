@@ -103,7 +103,7 @@ def test_a_reused_row_holds_only_its_new_request():
 
 
 def test_whatever_a_row_held_an_admission_replaces_it():
-    """W01, by looking at every per-row array there is: a field that is added later cannot be forgotten."""
+    """W-07, W01, by looking at every per-row array there is: a field that is added later cannot be forgotten."""
     admitted = step(
         request(3, B, [20], [21], cached=2, prompt=4, temperature=0.5, top_p=0.5, top_k=7, seed=9),
         run={3: 3},
