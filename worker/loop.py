@@ -6,6 +6,7 @@ carries out a step. A rank that meets anything wrong says so once and stops; it 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 from ..scheduler.messages import (
@@ -26,11 +27,19 @@ from ..scheduler.messages import (
 _MAX_REASON = 2_000
 
 
+class Pending(Protocol):
+    """A step that was launched on a device."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Called once, in step order."""
+        ...
+
+
 class Executor(Protocol):
     """What carries out a step: `ModelRunner`, or a fake in tests."""
 
-    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
-        """Carry out a step; frame is the message that brought it, for the digest."""
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult | Pending:
+        """Carry out a step, or launch it; frame is the message that brought it, for the digest."""
         ...
 
 
@@ -51,6 +60,9 @@ class WorkerLoop:
         self.dropped_frames = 0
         self.stopped = False
         self._sequence_seen = 0  # of the frame in hand, for the error report
+        self._pending: deque[tuple[int, Pending]] = (
+            deque()
+        )  # launched steps by sequence, oldest first
 
     def run(self) -> None:
         """Serve until told to stop. Raises whatever stopped it otherwise, after reporting it."""
@@ -60,17 +72,23 @@ class WorkerLoop:
     def turn(self, timeout_s: float | None) -> bool:
         """Take one frame, waiting at most timeout_s (None: as long as it takes); False when none came.
 
+        While steps are under way on a device, frames that are here already are launched behind them; when there is
+        none, the turn waits for the oldest of those steps instead.
+
         Raises: ProtocolError for a frame that does not belong here, or what the executor raised. Either was reported to
             the scheduler in one sentence first, and the loop is over.
         """
         if self.stopped:
             return False
-        message = self._channel.receive(timeout_s)
-        if message is None:
+        message = self._channel.receive(0 if self._pending else timeout_s)
+        if message is None and not self._pending:
             return False
         self._sequence_seen = self.sequence
         try:
-            self._take(decode_frame(message), message)
+            if message is None:
+                self._finish_oldest()
+            else:
+                self._take(decode_frame(message), message)
         except Exception as error:
             self.stopped = True
             self._report(error)
@@ -100,17 +118,31 @@ class WorkerLoop:
         self.sequence = frame.sequence
         body = frame.body
         if isinstance(body, SchedulerOutput):
-            result = self._executor.execute(body, message)
-            if self.rank == 0:
-                self._channel.send(encode_result(result, epoch=self.epoch, sequence=frame.sequence))
+            outcome = self._executor.execute(body, message)
+            if isinstance(outcome, StepResult):
+                self._deliver(frame.sequence, outcome)
+            else:
+                self._pending.append((frame.sequence, outcome))
         elif body is ControlOperation.STOP:
+            while self._pending:
+                self._finish_oldest()
             self.stopped = True
+            self.done = frame.sequence
             self._channel.send(
                 encode_bye(epoch=self.epoch, sequence=frame.sequence, rank=self.rank)
             )
         else:
             raise ProtocolError(f"{frame.kind.name.lower()} frames are not supported yet")
-        self.done = frame.sequence
+
+    def _finish_oldest(self) -> None:
+        sequence, step = self._pending.popleft()
+        self._sequence_seen = sequence
+        self._deliver(sequence, step.result())
+
+    def _deliver(self, sequence: int, result: StepResult) -> None:
+        if self.rank == 0:
+            self._channel.send(encode_result(result, epoch=self.epoch, sequence=sequence))
+        self.done = sequence
 
     def _report(self, error: Exception) -> None:
         """Send the one error report. A channel that cannot carry it must not hide what went wrong."""

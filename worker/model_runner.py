@@ -24,10 +24,31 @@ from .model_config import ModelConfig
 from .models.decoder import Decoder, load_decoder
 from .models.weights import Checkpoint
 from .parallel import TensorParallelGroup
-from .sampler.sampler import Sampler, SamplingRows
+from .sampler.sampler import Choice, Sampler, SamplingRows
 from .sharding import check_tensor_parallel_size, shard_of_rank, vocab_rows_of_ranks
 from .state import WorkerState
 from .warm_up import warm_up_steps
+
+
+class PendingStep:
+    """A step that was launched; its tokens may still be on the device."""
+
+    def __init__(self, state: WorkerState, plan: StepPlan, choice: Choice | None) -> None:
+        self._state = state
+        self._plan = plan
+        self._choice = choice
+
+    def result(self) -> StepResult:
+        """Wait for the tokens and take them into the tables. Call it once for each step, in step order.
+
+        Raises: RuntimeError if the scores were NaN.
+        """
+        tokens, digests = np.full(self._plan.num_reqs, -1, np.int32), b""
+        if self._choice is not None:
+            sampled = self._choice.fetch()
+            tokens[self._plan.samples], digests = sampled.tokens, sampled.digests
+        self._state.take_tokens(tokens)
+        return StepResult(tokens=tokens, digests=digests)
 
 
 class ModelRunner:
@@ -143,7 +164,7 @@ class ModelRunner:
         """Run every kind of step once, so that nothing is compiled or first touched while serving; then forget them."""
         assert self._cache is not None, "call allocate first"
         for step in warm_up_steps(self.config, self.group_specs, self._cache.num_blocks):
-            self.execute(step, b"")
+            finish(self.execute(step, b""))
         with torch.inference_mode():
             self._cache.clear()
         self._reset_tables()
@@ -154,8 +175,11 @@ class ModelRunner:
         assert self._state is not None, "call allocate first"
         return self._state
 
-    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult | PendingStep:
         """Apply one step and sample; every rank returns the same tokens, and all ranks' digests if it sampled any.
+
+        With a device mirror the tokens are written there, for the next step to read, and the result may be fetched
+        after that step was launched; on a CPU it is there at once.
 
         frame: the message that brought the step; the digest covers it.
 
@@ -169,24 +193,28 @@ class ModelRunner:
         assert cache is not None, "call allocate first"
         plan = state.apply(step)
         digest = state.digests.end(frame)
-        digests_of_ranks = b""
-        tokens = np.full(plan.num_reqs, -1, np.int32)
+        choice = None
         if plan.num_reqs:
             with torch.inference_mode():
                 batch = inputs.build(plan)
                 hidden = decoder.forward(batch, cache, self._backend)
                 if len(batch.logits_indices):
                     logits = decoder.logits(hidden, batch.logits_indices)
-                    sampled = sampler.sample(logits, sampling_rows(state, plan), digest=digest)
-                    tokens[plan.samples] = sampled.tokens
-                    digests_of_ranks = sampled.digests
-        state.commit(plan, tokens)
-        return StepResult(tokens=tokens, digests=digests_of_ranks)
+                    choice = sampler.choose(logits, sampling_rows(state, plan), digest=digest)
+                    inputs.append_tokens(batch, choice.tokens)
+        state.advance(plan)
+        pending = PendingStep(state, plan, choice)
+        return pending if self._backend.uses_mirror else pending.result()
 
     def close(self) -> None:
         """Give up the pool and the weights, and leave the group."""
         self._decoder = self._sampler = self._cache = self._inputs = self._state = None
         self._parallel.close()
+
+
+def finish(outcome: StepResult | PendingStep) -> StepResult:
+    """The result of a step, waited for if need be."""
+    return outcome.result() if isinstance(outcome, PendingStep) else outcome
 
 
 def sampling_rows(state: WorkerState, plan: StepPlan) -> SamplingRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,6 +123,85 @@ def test_how_far_a_rank_is_can_be_read_in_the_middle_of_a_step():
     drain(loop)
     assert seen == [(1, 0), (2, 1)]
     assert (loop.sequence, loop.done) == (2, 2)
+
+
+class Device:
+    """Launches steps and is asked for their results later; `log` tells in which order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fails_at = 0
+
+    def execute(self, step: SchedulerOutput, frame: bytes) -> SimpleNamespace:
+        number = len([entry for entry in self.log if entry.startswith("launch")]) + 1
+        self.log.append(f"launch {number}")
+
+        def result() -> StepResult:
+            self.log.append(f"wait {number}")
+            if number == self.fails_at:
+                raise RuntimeError("the model computed NaN")
+            return StepResult(tokens=i32(number))
+
+        return SimpleNamespace(result=result)
+
+
+def test_steps_that_are_here_are_launched_before_the_first_is_waited_for():
+    """A-08: the device goes from step to step without the host; results still come in order."""
+    device = Device()
+    loop, queue = make_loop(executor=device)
+    queue.frames += [frame(1), frame(2)]
+    drain(loop)
+    assert device.log == ["launch 1", "launch 2", "wait 1", "wait 2"]
+    tokens = [report.result.tokens.tolist() for report in queue.reports if report.result]
+    assert tokens == [[1], [2]]
+    assert [report.sequence for report in queue.reports] == [1, 2]
+    queue.frames.append(frame(3))
+    assert loop.turn(None)
+    assert (loop.sequence, loop.done) == (3, 2)
+    queue.frames.append(frame(4))
+    assert loop.turn(None)
+    assert device.log[4:] == ["launch 3", "launch 4"]
+    drain(loop)
+    assert (loop.sequence, loop.done) == (4, 4)
+
+
+def test_a_turn_with_a_step_under_way_does_not_wait_for_frames():
+    waited = []
+    device = Device()
+    loop, queue = make_loop(executor=device)
+    receive = queue.receive
+    queue.receive = lambda timeout_s: waited.append(timeout_s) or receive(timeout_s)  # type: ignore[method-assign]
+    queue.frames.append(frame(1))
+    assert loop.turn(None)
+    assert loop.turn(None)
+    assert not loop.turn(0.5)
+    assert waited == [None, 0, 0.5]
+
+
+def test_a_step_that_fails_on_the_device_is_named_by_its_own_sequence():
+    device = Device()
+    device.fails_at = 1
+    loop, queue = make_loop(rank=1, executor=device)
+    queue.frames += [frame(1), frame(2)]
+    with pytest.raises(RuntimeError, match="NaN"):
+        drain(loop)
+    (report,) = queue.reports
+    assert (report.kind, report.sequence) == (ResultKind.ERROR, 1)
+    assert loop.stopped
+
+
+def test_stop_waits_for_the_steps_under_way():
+    device = Device()
+    loop, queue = make_loop(executor=device)
+    queue.frames += [
+        frame(1),
+        frame(2),
+        encode_control(ControlOperation.STOP, epoch=EPOCH, sequence=3),
+    ]
+    drain(loop)
+    kinds = [report.kind for report in queue.reports]
+    assert kinds == [ResultKind.RESULT, ResultKind.RESULT, ResultKind.BYE]
+    assert loop.done == 3
 
 
 def test_only_rank_0_reports_results():

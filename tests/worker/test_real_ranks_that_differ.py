@@ -62,15 +62,17 @@ class DifferingRunner:
         else:
             sampler = self._runner._sampler
             assert sampler is not None
-            sample = sampler.sample
+            choose = sampler.choose
 
             def once(*args: Any, **kwargs: Any) -> Any:
-                sampler.sample = sample  # type: ignore[method-assign]
-                sampled = sample(*args, **kwargs)
+                sampler.choose = choose  # type: ignore[method-assign]
+                choice = choose(*args, **kwargs)
+                sampled = choice.fetch()
                 sampled.tokens[0] ^= 1
-                return sampled
+                choice.fetch = lambda: sampled  # type: ignore[method-assign]
+                return choice
 
-            sampler.sample = once  # type: ignore[method-assign]
+            sampler.choose = once  # type: ignore[method-assign]
 
 
 def serve(
