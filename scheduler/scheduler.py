@@ -293,8 +293,8 @@ class Scheduler:
         self.waiting.served(self.table, plan)
         table, batch = self.table, plan.batch
         self._records.add(plan, table)
-        table.num_computed_tokens[batch.rows] += batch.num_scheduled_tokens
-        table.num_tokens[batch.rows] += batch.samples
+        table.num_computed_tokens[batch.places] += batch.num_scheduled_tokens
+        table.num_tokens[batch.places] += batch.samples
         self.num_steps += 1
         self.num_tokens_computed += batch.num_tokens
 
@@ -313,18 +313,15 @@ class Scheduler:
         self.digests.sampled(tokens)
         cached = self._outbox.take_cached()
         plan, held = record.plan, record.held(self.table)
-        rows, starts, ends = plan.batch.rows, plan.num_computed_tokens, plan.seq_lens
-        if held is not None:
-            rows, starts, ends = rows[held], starts[held], ends[held]
         if self.memory.caching:
-            self._seats.publisher.publish_rows(rows, starts, ends)
-        version = self.table.version
+            self._seats.publisher.publish_step(plan, held)
         columns = self._append(record, held, tokens)
         if self.blocks.windows:
-            if self.table.version != version:  # some have ended, and all of theirs is back
-                running = self.table.live[rows]
-                rows, ends = rows[running], ends[running]
-            self.memory.return_unseen(rows, ends)
+            running = record.held(
+                self.table
+            )  # without those that have ended since: all of theirs is back
+            some = slice(None) if running is None else running
+            self.memory.return_unseen(plan.batch.rows[some], plan.seq_lens[some])
         late = [] if held is None else self._settle_late(tokens, record, np.flatnonzero(~held))
         return self._deliver(columns, late, cached)
 
@@ -335,18 +332,20 @@ class Scheduler:
     def _append(self, record: StepRecord, held: np.ndarray | None, tokens: np.ndarray) -> Columns:
         """Append a token to each row that sampled and is held still, and end those that it ends."""
         table, batch, of_batch = self.table, record.plan.batch, record.columns
-        rows, places = batch.rows, record.plan.seq_lens  # whoever samples has computed all it had
+        rows, places = batch.rows, batch.places
+        lengths = record.plan.seq_lens  # before: whoever samples has computed all it had
         front_index, numbers = of_batch.front_index, of_batch.numbers
         end_len, first_cells = of_batch.end_len, of_batch.first_cells
         if held is not None or not batch.all_sample:
             keep = batch.samples if held is None else batch.samples & held
-            rows, places, tokens = rows[keep], places[keep], tokens[keep]
+            rows, lengths, tokens = rows[keep], lengths[keep], tokens[keep]
+            places = rows
             front_index, numbers = front_index[keep], numbers[keep]
             end_len, first_cells = end_len[keep], first_cells[keep]
-        table.token_cells[first_cells + places] = tokens
-        lengths = places + 1
-        table.num_settled_tokens[rows] = lengths
-        codes = np.zeros(len(rows), np.int8)
+        table.token_cells[first_cells + lengths] = tokens
+        lengths = lengths + 1
+        table.num_settled_tokens[places] = lengths
+        codes = np.zeros(len(tokens), np.int8)
         suspects = self._stops.suspect[tokens] | (lengths >= end_len)
         ended = []
         for entry in np.flatnonzero(suspects).tolist():
