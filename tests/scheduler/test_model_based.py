@@ -66,6 +66,13 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Resubmit:
+    """The client of the which-th live request comes again under another number, with the outputs that it has."""
+
+    which: int
+
+
+@dataclass(frozen=True)
 class Issue:
     """Issue a step, unless as many are in flight as may be. budget: this step's alone, or None."""
 
@@ -91,7 +98,7 @@ class Reset:
     preempt_running: bool
 
 
-Move = Add | Abort | Issue | Settle | Rounds | Reset
+Move = Add | Abort | Resubmit | Issue | Settle | Rounds | Reset
 
 
 class Game:
@@ -114,6 +121,7 @@ class Game:
         )
         self.aborted: set[int] = set()
         self.salts: dict[int, str | None] = {}
+        self.keys: dict[int, int] = {}  # of requests that came again, and of those that they were
         documents = np.random.default_rng(7)
         self.documents = documents.integers(0, FEW_TOKENS, (2, MAX_MODEL_LEN), np.int32)
 
@@ -131,6 +139,10 @@ class Game:
                     bench.drain()
                     assert not bench.abort(number)
                     self.aborted.add(number)
+            case Resubmit(which):
+                live = [number for number in bench.submits if number not in bench.ends]
+                if live:
+                    self._resubmit(live[which % len(live)])
             case Issue(budget):
                 if in_flight < self.engine.depth:
                     bench.issue(None if budget is None else min(budget, self.engine.budget))
@@ -171,6 +183,30 @@ class Game:
                 submit={"priority": priority, "user": move.user, "cache_salt": move.salt},
             )
 
+    def _resubmit(self, old: int) -> None:
+        """The old number gets nothing more, not even an end; what was in flight for it is sampled again."""
+        bench, number = self.bench, len(self.salts)
+        before = bench.submits.pop(old)
+        got = [*before.output_token_ids.tolist(), *bench.outputs.pop(old, [])]
+        self.salts[number] = self.salts[old]
+        bench.add(
+            before.prompt_token_ids.tolist(),
+            number=number,
+            outputs=got,
+            key=self.keys.setdefault(old, old),
+            seed=before.seed,
+            max_tokens=before.params.max_tokens,
+            stop_token_ids=before.params.stop_token_ids,
+            ignore_eos=before.params.ignore_eos,
+            submit={
+                "priority": before.priority,
+                "user": before.user,
+                "cache_salt": before.cache_salt,
+            },
+        )
+        self.keys[number] = self.keys[old]
+        bench.drain()
+
     def _reset(self, preempt_running: bool) -> None:
         scheduler = self.bench.scheduler
         waiting = self.bench.waiting
@@ -204,7 +240,8 @@ class Game:
                 number in self.aborted
             ):  # what came before the abort is the beginning of what it gets alone
                 outputs, _ = bench.alone(number)
-                got = bench.outputs.get(number, [])
+                brought = bench.submits[number].output_token_ids.tolist()
+                got = brought + bench.outputs.get(number, [])
                 assert got == outputs[: len(got)]
                 assert bench.ends[number] is FinishCode.ABORT
             else:
@@ -274,6 +311,7 @@ MOVES = {  # one_of would drop the repeats that weigh a choice
     "issue": (2, st.builds(Issue, st.none() | st.integers(1, 10))),
     "settle": (2, st.builds(Settle)),
     "abort": (1, st.builds(Abort, st.integers(0, 9))),
+    "resubmit": (1, st.builds(Resubmit, st.integers(0, 9))),
     "reset": (1, st.builds(Reset, st.booleans())),
 }
 moves = st.sampled_from(
