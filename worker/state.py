@@ -163,10 +163,10 @@ class WorkerState:
         requests, batch = self.requests, plan.batch
         rows = batch.rows
         # Added to, not set from the plan: a count that has gone wrong stays wrong, and is found by its digest.
-        requests.num_computed_tokens[rows] += batch.num_scheduled_tokens
+        requests.num_computed_tokens[batch.places] += batch.num_scheduled_tokens
         if self.changes is not None:
             self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
-        requests.num_tokens[rows if batch.all_sample else rows[batch.samples]] += 1
+        requests.num_tokens[batch.places if batch.all_sample else rows[batch.samples]] += 1
         self._awaited.append((plan, self._num_moves))
         self._previous = plan
 
