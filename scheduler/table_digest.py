@@ -152,6 +152,7 @@ class _RowPart:
     ) -> None:
         part = slice(rows.start, rows.stop, rows.step)
         self._num_rows = len(rows)
+        self._live = columns.live[part]
         self._num_tokens = columns.num_tokens[part]
         self._num_computed = columns.num_computed_tokens[part]
         self._num_prompt = columns.num_prompt_tokens[part]
@@ -202,16 +203,19 @@ class _RowPart:
         self, spec: KVGroupSpec, held: np.ndarray, block_ids: list[np.ndarray]
     ) -> np.ndarray:
         """[n] uint64, over the block ids of all groups that see alike."""
-        width = min(max(0, int(held.max())), block_ids[0].shape[1])
-        if len(block_ids) == 1:
-            cells = block_ids[0][:, :width].astype(np.uint64)
-        else:
-            cells = np.concatenate([ids[:, :width] for ids in block_ids]).astype(np.uint64)
-            cells = cells.reshape(len(block_ids), self._num_rows, width)
+        start, width = 0, min(max(0, int(held.max())), block_ids[0].shape[1])
+        first = None
         if spec.kind is not AttentionKind.FULL:
             first = first_needed_block(spec, self._num_computed)
-            cells *= np.arange(width) >= first[:, None]
-        sums = np.dot(cells, _weights(width))
+            # What no live row sees any more is most of a long row: left out before it is read.
+            start = int(np.where(self._live, first, width).min(initial=width))
+        cells = block_ids[0][:, start:width]
+        if len(block_ids) > 1:
+            cells = np.concatenate([ids[:, start:width] for ids in block_ids])
+            cells = cells.reshape(len(block_ids), self._num_rows, -1)
+        if first is not None:
+            cells = cells * (np.arange(start, width) >= first[:, None])
+        sums = np.dot(cells.astype(np.uint64), _weights(width)[start:])
         return sums if len(block_ids) == 1 else np.dot(_weights(len(sums)), sums)
 
 
