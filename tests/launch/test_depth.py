@@ -70,6 +70,7 @@ def reference(model: Path) -> list[tuple[list[int], str]]:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_results_do_not_depend_on_the_depth(model, reference, engine: str, depth: int):
+    """Nor on chunks, batch mates, rows, preemption and cached prefixes: noise follows seed and position (W11)."""
     told, preemptions = answers(model, depth, **ENGINES[engine])
     assert told == reference
     assert preemptions > 0 or engine not in ("preempts", "no prefix cache")

@@ -190,6 +190,7 @@ def test_the_rank_that_differs_is_named_and_its_peer_is_not_left_waiting(
 
 
 def test_two_ranks_that_agree_give_the_tokens_of_one(rank_pool: RankPool, folder: Path):
+    """E-05: over sockets, two steps ahead, greedy and sampled."""
     from rowcast.tests.worker.generation import generate
 
     engine = Engine(rank_pool, folder, "")
