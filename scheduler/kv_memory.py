@@ -58,14 +58,19 @@ class KVMemory:
 
     # ------------------------------------------------------------ admission
 
+    def prepare(self, request: Request) -> None:
+        """Hash the tokens of a request that comes: here, not in the step that admits it, where others wait for it."""
+        if self.caching:
+            salt = request.cache_salt
+            request.chain_root = self.cache.root(salt) if salt else self._saltless_root
+            self.cache.extend(request.hashes, request.chain_root, request.tokens)
+
     def offer(self, request: Request) -> Offer:
         """Look a waiting request's tokens up, and count what its admission takes. Changes no block."""
         length, hit = len(request.tokens), self._no_hit
         if self.caching:
-            if not request.chain_root:
-                salt = request.cache_salt
-                request.chain_root = self.cache.root(salt) if salt else self._saltless_root
-            self.cache.extend(request.hashes, request.chain_root, request.tokens)
+            if request.num_preemptions:  # with outputs that are not hashed yet
+                self.cache.extend(request.hashes, request.chain_root, request.tokens)
             hit = self.cache.lookup(request.hashes, length)
         return Offer(hit=hit, num_blocks=self._blocks_to_take(length, hit))
 

@@ -1,7 +1,7 @@
 """Which blocks become known to the prefix cache, and under which names: those that a settled step filled.
 
 Owns the moment, and where each row's chain of hashes ends; the names are `prefix_cache.py`'s. A request keeps the
-hashes of its prompt, which are made when it asks for a hit and so may run ahead of what is computed. Of what it decodes
+hashes of its prompt, which are made when it comes and so may run ahead of what is computed. Of what it decodes
 only the last hash is kept: a preempted request makes those again when it asks for its own blocks.
 """
 

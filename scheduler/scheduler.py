@@ -144,6 +144,7 @@ class Scheduler:
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._registry.enter(request)
         self._stops.add(request.params)
+        self.memory.prepare(request)
         self._seats.queue(request)
         if len(request.tokens) > request.num_prompt_tokens:
             code = self._stops.finish_code(request, int(request.tokens[-1]), len(request.tokens))
