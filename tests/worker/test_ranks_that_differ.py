@@ -290,8 +290,9 @@ INJECTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("num_ranks", "which"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "which", "depth"), [(1, 0, 1), (2, 0, 2), (2, 1, 1), (2, 1, 2), (3, 1, 2)]
+)
 @pytest.mark.parametrize("inject", INJECTIONS, ids=lambda inject: inject.__name__)
 def test_a_rank_that_is_made_to_differ_is_named_within_16_steps(
     inject: Injection, num_ranks: int, which: int, depth: int
