@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 import pytest
@@ -317,6 +318,38 @@ MOVES = {  # one_of would drop the repeats that weigh a choice
 moves = st.sampled_from(
     [name for name, (weight, _) in MOVES.items() for _ in range(weight)]
 ).flatmap(lambda name: MOVES[name][1])
+
+
+@given(
+    engine=engines.map(lambda engine: replace(engine, usable=3_000, caching=True)),
+    moves=st.lists(adds | MOVES["rounds"][1] | MOVES["settle"][1], min_size=3, max_size=15),
+)
+@settings(
+    max_examples=NUM_EXAMPLES // 4 or 30,
+    derandomize=not NUM_EXAMPLES,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_what_was_computed_is_found_again(engine, moves):
+    """A wrong name is a hit that never comes: nothing was evicted, so whoever repeats a request finds all of it."""
+    game = Game(engine)
+    for move in moves:
+        game.play(move)
+    game.bench.run()
+    bench, alignment = game.bench, lcm(*(size for _, size, _ in engine.groups))
+    for number, submit in list(bench.submits.items()):
+        again = [*submit.prompt_token_ids.tolist(), *bench.outputs[number]]
+        if len(again) == MAX_MODEL_LEN:
+            continue
+        repeat = bench.add(
+            again,
+            number=number + 1_000,
+            max_tokens=1,
+            submit={"cache_salt": submit.cache_salt},
+        )
+        bench.run()
+        assert bench.cached.get(repeat, 0) == (len(again) - 1) // alignment * alignment
 
 
 @given(engine=engines, moves=st.lists(moves, min_size=10, max_size=50))
