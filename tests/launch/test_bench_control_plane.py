@@ -15,7 +15,7 @@ def full_size() -> dict:
 
 def test_a_steady_step_of_1024_rows_stays_within_600_bytes(full_size: dict):
     """vLLM sends 52,830 bytes there. 64 steps of 1,024 rows cross 4 block borders a row: 64 ids a step on average."""
-    assert full_size["bytes_per_step"] == pytest.approx(1024 / 16 * 4, abs=24)
+    assert full_size["bytes_per_step"] == pytest.approx(1024 / 16 * 4, abs=32)
     assert full_size["max_bytes_per_step"] <= 600
 
 
