@@ -287,8 +287,8 @@ def bench_control_plane(
     Returns: us_per_step and us_per_step_median (microseconds by phase: schedule, encode, decode, apply, inputs, update,
         total), cpu_us_per_step (mean total of this thread's CPU time alone, on a machine with other work),
         bytes_per_step (mean broadcast), max_bytes_per_step, result_bytes, submit_us_per_step (in no phase); cold
-        (us_per_step), border (us, worst_us: the step in which all cross; ratio: us to the mean total); sizes, versions,
-        machine.
+        (us_per_step); border (of the step in which all cross: us, worst_us, cpu_us, and ratio and cpu_ratio, which are
+        to the mean totals); sizes, versions, machine.
     Raises: ValueError for a size below 1 (warmup and churn below 0), or more rows than an engine can have.
     """
     sizes = {"rows": rows, "steps": steps, "block_size": block_size, "kv_groups": kv_groups}
@@ -335,8 +335,9 @@ def bench_control_plane(
     plane.check()
     if border:
         figures["border"] = _measure_border(rows, steps, block_size, kv_groups, prompt_len)
-        mean = figures["us_per_step"]["total"]
-        figures["border"]["ratio"] = round(figures["border"]["us"] / mean, 2)
+        at_border = figures["border"]
+        at_border["ratio"] = round(at_border["us"] / figures["us_per_step"]["total"], 2)
+        at_border["cpu_ratio"] = round(at_border["cpu_us"] / figures["cpu_us_per_step"], 2)
     return figures | {
         "sizes": sizes | {"warmup": warmup, "churn": churn, "depth": DEPTH},
         "versions": versions(),
@@ -360,8 +361,13 @@ def _measure_border(
     _run(plane, block_size)  # the first border warms up
     clock = _run(plane, steps)
     plane.check()
-    borders = np.array(clock.totals)[np.array(clock.grown) == rows] / 1_000
-    return {"us": round(float(borders.mean()), 2), "worst_us": round(float(borders.max()), 2)}
+    crosses = np.array(clock.grown) == rows
+    borders, cpu = (np.array(spent)[crosses] / 1_000 for spent in (clock.totals, clock.cpu))
+    return {
+        "us": round(float(borders.mean()), 2),
+        "worst_us": round(float(borders.max()), 2),
+        "cpu_us": round(float(cpu.mean()), 2),
+    }
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -394,6 +400,6 @@ def table(figures: dict[str, Any]) -> str:
         border = figures["border"]
         lines.append(
             f"all rows cross a block border at once: {border['us']:.0f} us (at worst {border['worst_us']:.0f}), "
-            f"{border['ratio']:.1f} x the mean"
+            f"{border['ratio']:.1f} x the mean; of CPU {border['cpu_us']:.0f} us, {border['cpu_ratio']:.1f} x"
         )
     return "\n".join(lines)

@@ -73,9 +73,12 @@ def test_cold_and_border_stand_beside_the_warm_mean():
         border["us"] / figures["us_per_step"]["total"], abs=0.01
     )
     assert border["worst_us"] >= border["us"] > 0
+    assert border["cpu_ratio"] == pytest.approx(
+        border["cpu_us"] / figures["cpu_us_per_step"], abs=0.01
+    )
     text = table(figures)
     assert "cold us" in text
-    assert f"{border['ratio']:.1f} x the mean" in text
+    assert f"{border['ratio']:.1f} x the mean; of CPU {border['cpu_us']:.0f} us" in text
 
 
 def test_churn_that_rows_cannot_carry_is_refused():
