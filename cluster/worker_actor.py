@@ -108,7 +108,10 @@ class WorkerActor:
         context = zmq.Context()
         channel = SubscribePushChannel(context, addresses)
         try:
-            self._loop = WorkerLoop(self._runner, channel, rank=self._rank, epoch=epoch)
+            depth = self._runner.config.depth
+            self._loop = WorkerLoop(
+                self._runner, channel, rank=self._rank, epoch=epoch, depth=depth
+            )
             self._loop.run()
         finally:
             channel.close()

@@ -190,7 +190,9 @@ class EmbeddedEngine:
         epoch = time.time_ns()
         to_workers, of_worker = QueueChannel.pair()
         fronts, self._front = QueueChannel.pair()
-        self._worker_loop = WorkerLoop(self._runner, of_worker, rank=0, epoch=epoch)
+        self._worker_loop = WorkerLoop(
+            self._runner, of_worker, rank=0, epoch=epoch, depth=plan.worker.depth
+        )
         self._worker_error: Exception | None = None
         self._scheduler_loop = SchedulerLoop(
             scheduler,

@@ -25,10 +25,15 @@ from ..scheduler.messages import (
 )
 
 _MAX_REASON = 2_000
+_LOOK_S = 0.001  # while a step runs on a device and its successor is not here: steps take longer, frames come sooner
 
 
 class Pending(Protocol):
     """A step that was launched on a device."""
+
+    def ready(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
 
     def result(self) -> StepResult:
         """Wait for it. Called once, in step order."""
@@ -47,14 +52,17 @@ class WorkerLoop:
     """One rank's loop over one life (epoch) of the worker group.
 
     Frames of an older epoch are dropped and counted in `dropped_frames`; `sequence` is that of the last frame taken,
-    `done` that of the last one carried out. Other threads may read them.
+    `done` that of the last one carried out. Other threads may read them. depth: as the scheduler's.
     """
 
-    def __init__(self, executor: Executor, channel: Channel, *, rank: int, epoch: int) -> None:
+    def __init__(
+        self, executor: Executor, channel: Channel, *, rank: int, epoch: int, depth: int = 2
+    ) -> None:
         self._executor = executor
         self._channel = channel
         self.rank = rank
         self.epoch = epoch
+        self._depth = depth
         self.sequence = 0
         self.done = 0
         self.dropped_frames = 0
@@ -72,15 +80,15 @@ class WorkerLoop:
     def turn(self, timeout_s: float | None) -> bool:
         """Take one frame, waiting at most timeout_s (None: as long as it takes); False when none came.
 
-        While steps are under way on a device, frames that are here already are launched behind them; when there is
-        none, the turn waits for the oldest of those steps instead.
+        While a step is under way on a device the turn waits for the next frame, to launch it behind that step, or for
+        the step's end, whichever comes first; with timeout_s 0, for its end.
 
         Raises: ProtocolError for a frame that does not belong here, or what the executor raised. Either was reported to
             the scheduler in one sentence first, and the loop is over.
         """
         if self.stopped:
             return False
-        message = self._channel.receive(0 if self._pending else timeout_s)
+        message = self._next_message(timeout_s)
         if message is None and not self._pending:
             return False
         self._sequence_seen = self.sequence
@@ -94,6 +102,16 @@ class WorkerLoop:
             self._report(error)
             raise
         return True
+
+    def _next_message(self, timeout_s: float | None) -> bytes | None:
+        if not self._pending:
+            return self._channel.receive(timeout_s)
+        message = self._channel.receive(0)
+        if timeout_s == 0 or len(self._pending) >= self._depth:
+            return message
+        while message is None and not self._pending[0][1].ready():
+            message = self._channel.receive(_LOOK_S)
+        return message
 
     def _take(self, frame: Frame, message: bytes) -> None:
         if frame.epoch < self.epoch:

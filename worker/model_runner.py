@@ -38,6 +38,10 @@ class PendingStep:
         self._plan = plan
         self._choice = choice
 
+    def ready(self) -> bool:
+        """Whether the tokens are here."""
+        return self._choice is None or self._choice.ready()
+
     def result(self) -> StepResult:
         """Wait for the tokens and take them into the tables. Call it once for each step, in step order.
 

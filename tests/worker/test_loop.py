@@ -131,6 +131,7 @@ class Device:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.fails_at = 0
+        self.looks = 0  # how often a step is not ready yet
 
     def execute(self, step: SchedulerOutput, frame: bytes) -> SimpleNamespace:
         number = len([entry for entry in self.log if entry.startswith("launch")]) + 1
@@ -142,7 +143,11 @@ class Device:
                 raise RuntimeError("the model computed NaN")
             return StepResult(tokens=i32(number))
 
-        return SimpleNamespace(result=result)
+        def ready() -> bool:
+            self.looks -= 1
+            return self.looks < 0
+
+        return SimpleNamespace(result=result, ready=ready)
 
 
 def test_steps_that_are_here_are_launched_before_the_first_is_waited_for():
@@ -163,6 +168,31 @@ def test_steps_that_are_here_are_launched_before_the_first_is_waited_for():
     assert device.log[4:] == ["launch 3", "launch 4"]
     drain(loop)
     assert (loop.sequence, loop.done) == (4, 4)
+
+
+def test_a_frame_that_comes_while_a_step_runs_is_launched_behind_it():
+    """A device that waits for the host between two steps is idle for as long as a frame travels."""
+    device = Device()
+    device.looks = 99
+    loop, queue = make_loop(executor=device)
+    receive, waited = queue.receive, []
+
+    def late(timeout_s: float | None) -> bytes | None:
+        waited.append(timeout_s)
+        if len(waited) == 5:
+            queue.frames.append(frame(2))
+        return receive(timeout_s)
+
+    queue.receive = late  # type: ignore[method-assign]
+    queue.frames.append(frame(1))
+    assert loop.turn(None)
+    assert loop.turn(None)
+    assert device.log == ["launch 1", "launch 2"]
+    assert waited[:2] == [None, 0]
+    assert all(0 < timeout_s < 0.01 for timeout_s in waited[2:] if timeout_s is not None)
+    assert loop.turn(None)  # as many as the scheduler sends: now the oldest is waited for
+    assert device.log[2:] == ["wait 1"]
+    assert len(waited) == 6
 
 
 def test_a_turn_with_a_step_under_way_does_not_wait_for_frames():

@@ -75,6 +75,10 @@ class Choice:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(words.device))
 
+    def ready(self) -> bool:
+        """Whether `fetch` would return at once."""
+        return self._arrived is None or self._arrived.query()
+
     def fetch(self) -> Sampled:
         """Wait until the tokens are here.
 
