@@ -205,21 +205,11 @@ class Scheduler:
         if self._records:
             self._seats.free_rows_that_end()
         num_preemptions = self._seats.num_preemptions
-        while True:
-            previous = self._records.previous_plan(self.table)
-            share = share_budget(
-                self.table, self.waiting, budget, self._turn, self._cap(), previous
-            )
-            num_new_blocks = self._num_new_blocks(share)
-            if self.pool.can_allocate(num_new_blocks):
-                break
-            if not self.memory.reclaim():
-                self._seats.preempt(np.array([self.waiting.victim(self.table)]))
+        share, num_new_blocks = self._make_room(budget)
         admissions = None
         if share.left and self._seats.num_preemptions == num_preemptions and len(self.waiting):
             admissions, share = self._admit(share, num_new_blocks)
-            if admissions is not None:
-                previous = None
+        previous = self._records.previous_plan(self.table)
         plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows, previous)
         growth = self.blocks.growth(plan)
         if not plan.num_reqs and not self._seats.any_freed:
@@ -239,13 +229,29 @@ class Scheduler:
         self._issue(plan)
         return step
 
+    def _make_room(self, budget: int) -> tuple[Share, int]:
+        """Share the budget among running rows, and take blocks from others until those that run have theirs.
+
+        Returns: the share, and how many blocks its rows take of the pool (`_num_new_blocks`).
+        """
+        while True:
+            previous = self._records.previous_plan(self.table)
+            share = share_budget(
+                self.table, self.waiting, budget, self._turn, self._cap(), previous
+            )
+            num_new_blocks = self._num_new_blocks(share)
+            if self.pool.can_allocate(num_new_blocks):
+                return share, num_new_blocks
+            if not self.memory.reclaim():
+                self._seats.preempt(np.array([self.waiting.victim(self.table)]))
+
     def _cap(self) -> int:
         """Say how many tokens of one prompt a step runs at most: a lone request keeps nobody waiting."""
         cap = self.config.long_prefill_token_threshold
         return cap if cap and len(self._registry) > 1 else self.config.max_model_len
 
     def _num_new_blocks(self, share: Share) -> int:
-        """Count the blocks that running rows need in this step; 0 for so few that the pool has them in any case."""
+        """Count the blocks that running rows need in this step; 0 if the pool has them in any case and nobody waits."""
         table, most = self.table, self.blocks.most_growth(self.table.num_live, share.run_counts)
         if most <= self.pool.num_free and not len(self.waiting):
             return 0
