@@ -286,7 +286,7 @@ def group_lists(draw) -> tuple[tuple[str, int, int], ...]:
 engines = st.builds(
     Engine,
     groups=group_lists(),
-    usable=st.integers(10, 90),
+    usable=st.integers(10, 30) | st.integers(10, 90),
     depth=st.integers(1, 3),
     max_num_seqs=st.integers(1, 5),
     budget=st.integers(4, 60),
