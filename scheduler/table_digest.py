@@ -21,7 +21,8 @@ _PERIOD = 16  # a row's stored values are folded in one of this many steps
 _MASK = 2**64 - 1
 _CHAIN = 0x9E3779B97F4A7C15  # odd: what a step folds never loses a difference that an earlier one brought in
 _BYTES = 0xAEF17502108EF2D9
-_all_weights = np.empty(0, np.uint64)
+_NO_WORDS = np.empty(0, np.uint64)
+_all_weights = _NO_WORDS
 
 
 class RowColumns:
@@ -89,6 +90,8 @@ class TableDigest:
         first_of_size = {spec.block_size: group for group, spec in reversed([*enumerate(groups)])}
         self._num_blocks = [num_blocks[group] for group in first_of_size.values()]
         max_num_seqs = len(token_ids)
+        # The lists of a step behind each other: index_mapping, query_start_loc, counts of blocks, sampled tokens.
+        self._integers = np.zeros((3 + len(self._num_blocks)) * max_num_seqs + 4, np.int32)
         self._parts = [
             _RowPart(
                 columns,
@@ -114,9 +117,12 @@ class TableDigest:
         lists = [batch.index_mapping, batch.query_start_loc, *self._num_blocks]
         if self._step >= self._depth and self._sampled:
             lists.append(self._sampled.popleft())
-        self._add(len(batch.index_mapping))
-        self._add(_fold(np.concatenate(lists).tobytes()))
-        self._add(int(np.dot(self._columns, _weights(len(self._columns)))))
+        count = sum(map(len, lists))
+        np.concatenate(lists, out=self._integers[:count])
+        self._integers[count] = 0  # an odd count leaves half a word
+        self._add(len(batch.index_mapping) * _BYTES + count)
+        self._add(_sum(self._integers[: count + (count & 1)].view(np.uint64)))
+        self._add(_sum(self._columns))
         if (part := self._step % _PERIOD) < len(self._parts):
             self._add(self._parts[part].fold(self._depth))
         self._step += 1
@@ -183,7 +189,7 @@ class _RowPart:
         sums = self._sums_of_tokens(depth)
         for index, of_blocks in enumerate(self._blocks):
             sums += self._sums_of_blocks(*of_blocks) * _weights(index + 40)[-1]
-        return int(np.dot(sums, _weights(self._num_rows)))
+        return _sum(sums)
 
     def _sums_of_tokens(self, depth: int) -> np.ndarray:
         """[n] uint64, over the token ids that both sides know."""
@@ -222,11 +228,14 @@ class _RowPart:
 def _fold(data: bytes) -> int:
     """Any difference of length or content gives another number, not reduced."""
     count = len(data) // 8
-    weights = _weights(count + 1)
-    total = len(data) * _BYTES + int.from_bytes(data[8 * count :], "little") * int(weights[count])
-    if count:
-        total += int(np.dot(np.frombuffer(data, np.uint64, count), weights[:count]))
-    return total
+    rest = int.from_bytes(data[8 * count :], "little") * int(_weights(count + 1)[count])
+    words = np.frombuffer(data, np.uint64, count) if count else _NO_WORDS
+    return len(data) * _BYTES + rest + _sum(words)
+
+
+def _sum(words: np.ndarray) -> int:
+    """Words [n] uint64, each by its own weight."""
+    return int(np.dot(words, _weights(len(words))))
 
 
 def _weights(count: int) -> np.ndarray:

@@ -416,3 +416,13 @@ def test_tokens_that_come_late_leave_the_same_tables():
             late.take_tokens(waiting.pop(0))
     late.take_tokens(waiting.pop(0))
     assert digest(late) == digest(at_once)
+
+
+def test_a_step_of_another_digest_is_refused_before_it_is_computed():
+    """A rank that ran on would leave its peers in a collective with messages of another size."""
+    state = make_state(4)
+    admitted = step(request(0, [1, 2], [1]), run={0: 2})
+    with pytest.raises(
+        ProtocolError, match=r"^digest [0-9a-f]{16} is not the scheduler's 3132333435363738: "
+    ):
+        state.apply(replace(admitted, digest=b"12345678"))
