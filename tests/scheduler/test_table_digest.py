@@ -116,12 +116,12 @@ def test_a_value_that_differs_is_noticed_at_once(column: str, row: int):
     assert first_difference(change) == 0
 
 
-@pytest.mark.parametrize("bit", range(63))
-def test_every_bit_of_a_seed_counts(bit: int):
-    def change(side: Side) -> None:
+def test_every_bit_of_a_seed_counts():
+    same = Side().step()
+    for bit in range(63):
+        side = Side()
         side.table.seeds[4] ^= 1 << bit
-
-    assert first_difference(change) == 0
+        assert side.step() != same, bit
 
 
 def test_a_row_that_one_side_thinks_free_is_noticed():
