@@ -206,8 +206,26 @@ def test_digests_find_what_checksums_cannot(recorded: tuple[Path, int], tmp_path
     payload[-5] ^= 1
     path = tmp_path / "forged.rec"
     path.write_bytes(with_payload(data, start, bytes(payload)))
-    with pytest.raises(ReplayMismatch, match=r"step 13: digest [0-9a-f]{16} is not the scheduler's"):
+    with pytest.raises(
+        ReplayMismatch, match=r"step 13: digest [0-9a-f]{16} is not the scheduler's"
+    ):
         list(replay(Recording(path)))
+
+
+def test_a_token_outside_the_vocabulary_is_found_at_its_step(
+    recorded: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It ended as an internal error: the worker's tables assert what the scheduler's check keeps out."""
+    data = recorded[0].read_bytes()
+    start, end = [(start, end) for kind, start, end in records_of(data) if kind == 3][10]
+    payload = bytearray(data[start:end])
+    payload[-3] ^= 1  # the third of a token's four bytes
+    path = tmp_path / "forged.rec"
+    path.write_bytes(with_payload(data, start, bytes(payload)))
+    assert run_command(["replay", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "step 11: the result carries token" in said
+    assert said.count("\n") == 1
 
 
 def test_missing_records_are_found(recorded: tuple[Path, int], tmp_path: Path):
