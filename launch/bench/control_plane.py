@@ -36,7 +36,7 @@ from ...scheduler.scheduler import Scheduler
 from ...worker.backend import select_backend
 from ...worker.input_batch import InputBuilder
 from ...worker.state import WorkerState
-from ..config import MAX_NUM_SEQS
+from ..config import MAX_NUM_SEQS, check_tables_fit
 from .invariants import check_pool, check_queues, check_tables
 from .kv_memory import gemma_groups
 from .throughput import machine, versions
@@ -289,7 +289,8 @@ def bench_control_plane(
         bytes_per_step (mean broadcast), max_bytes_per_step, result_bytes, submit_us_per_step (in no phase); cold
         (us_per_step); border (of the step in which all cross: us, worst_us, cpu_us, and ratio and cpu_ratio, which are
         to the mean totals); sizes, versions, machine.
-    Raises: ValueError for a size below 1 (warmup and churn below 0), or more rows than an engine can have.
+    Raises: ValueError for a size below 1 (warmup and churn below 0), more rows than an engine can have, or tables
+        that this machine cannot hold.
     """
     sizes = {"rows": rows, "steps": steps, "block_size": block_size, "kv_groups": kv_groups}
     sizes |= {"prompt_len": prompt_len}
@@ -306,6 +307,8 @@ def bench_control_plane(
             f"churn must be at most a {DEPTH + 2}th of rows, since ended rows come back {DEPTH} steps later: "
             f"got {churn} of {rows}"
         )
+    longest = 2 * max(prompt_len, _CHURN_PROMPT) + steps * (1 + cold)
+    check_tables_fit(rows, longest, 0, remedy="lower --rows, --prompt-len or --steps")
     random = np.random.default_rng(1)
     prompt_lens = random.integers(prompt_len, 2 * prompt_len, rows)
     plane = ControlPlane(

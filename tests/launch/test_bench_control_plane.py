@@ -86,6 +86,13 @@ def test_churn_that_rows_cannot_carry_is_refused():
         bench_control_plane(rows=31, churn=8)
 
 
+@pytest.mark.parametrize("name", ["steps", "prompt_len"])
+def test_tables_that_this_machine_cannot_hold_are_refused(name: str):
+    """It ended as an internal error (MemoryError), or the kernel ended it."""
+    with pytest.raises(ValueError, match=r"need tables of \d+ GiB.*lower --rows, --prompt-len or"):
+        bench_control_plane(rows=64, **{name: 10**10})
+
+
 @pytest.mark.parametrize("name", ["churn", "warmup"])
 def test_a_negative_number_is_refused_by_name(name: str):
     with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
