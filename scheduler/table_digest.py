@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class TableDigest:
     sampling params, seed and how many blocks they hold; and of the rows `i` with `i % 16 == step % 16` the token ids
     that both sides must know by now, and the ids of the blocks that attention may still read. One value that differs
     always changes the digest of its step, and so of every later one; several that differ do, but for chances of about
-    2**-59.
+    2**-59, and 2**-32 within a frame's bytes.
 
     What it cannot tell: with two ranks, whether rank 0 reported (and stored) a token that it did not sample. The
     scheduler knows rank 0's word alone, so rank 1 is the one that differs then. With three and more, all others differ.
@@ -130,7 +131,7 @@ class TableDigest:
 
     def end(self, frame: bytes) -> int:
         """Fold the frame's bytes; returns this step's digest, in [0, 2**64)."""
-        self._add(_fold(frame))
+        self._add(len(frame) * _BYTES + crc32(frame))
         return self._value
 
     def sampled(self, tokens: np.ndarray) -> None:
@@ -161,7 +162,6 @@ class _RowPart:
         self._live = columns.live[part]
         self._num_tokens = columns.num_tokens[part]
         self._num_computed = columns.num_computed_tokens[part]
-        self._num_prompt = columns.num_prompt_tokens[part]
         # Two ids are summed as one word, where a row is a whole number of words.
         ids_per_word = 1 if token_ids.shape[1] % 2 else 2
         self._ids_per_word = ids_per_word
@@ -196,13 +196,12 @@ class _RowPart:
         longest = max(0, int(self._num_tokens.max()))
         words = self._token_words[:, : -(-longest // self._ids_per_word)]
         sums = np.dot(words.astype(np.uint64, copy=False), _weights(words.shape[1]))
-        # The last depth - 1 outputs of a row may be known to the workers alone: taken out again.
+        # The last depth - 1 tokens of a row may be known to the workers alone: taken out again. Where a prompt's last
+        # token is among them it is folded once an output follows it.
         for back in range(1, depth):
             places = self._num_tokens - back
             ids = self._all_ids.take(self._row_starts + places, mode="clip")
-            weights = self._id_weights.take(places, mode="clip")
-            weights *= places >= self._num_prompt  # a prompt is known whole
-            sums -= ids * weights
+            sums -= ids * self._id_weights.take(places, mode="clip")
         return sums
 
     def _sums_of_blocks(
@@ -223,14 +222,6 @@ class _RowPart:
             cells = cells * (np.arange(start, width) >= first[:, None])
         sums = np.dot(cells.astype(np.uint64), _weights(width)[start:])
         return sums if len(block_ids) == 1 else np.dot(_weights(len(sums)), sums)
-
-
-def _fold(data: bytes) -> int:
-    """Any difference of length or content gives another number, not reduced."""
-    count = len(data) // 8
-    rest = int.from_bytes(data[8 * count :], "little") * int(_weights(count + 1)[count])
-    words = np.frombuffer(data, np.uint64, count) if count else _NO_WORDS
-    return len(data) * _BYTES + rest + _sum(words)
 
 
 def _sum(words: np.ndarray) -> int:
