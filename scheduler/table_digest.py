@@ -15,13 +15,14 @@ import numpy as np
 from .kv_groups import AttentionKind, KVGroupSpec, first_needed_block
 
 if TYPE_CHECKING:
-    from .agreement import StepPlan
+    from .agreement import Batch, StepPlan
 
 DIGEST_BYTES = 8
 _PERIOD = 16  # a row's stored values are folded in one of this many steps
 _MASK = 2**64 - 1
 _CHAIN = 0x9E3779B97F4A7C15  # odd: what a step folds never loses a difference that an earlier one brought in
 _BYTES = 0xAEF17502108EF2D9
+_HELD = np.uint64(0xD1342543DE82EF95)
 _NO_WORDS = np.empty(0, np.uint64)
 _all_weights = _NO_WORDS
 
@@ -60,8 +61,8 @@ class TableDigest:
     `end` with the bytes of its frame; `sampled` with its tokens as soon as they are known, in step order.
 
     Folded in each step: the frame; index_mapping; query_start_loc; the tokens of step - depth; of all rows lengths,
-    sampling params, seed and how many blocks they hold; and of the rows `i` with `i % 16 == step % 16` the token ids
-    that both sides must know by now, and the ids of the blocks that attention may still read. One value that differs
+    sampling params and seed; and of the rows `i` with `i % 16 == step % 16` the token ids that both sides must know by
+    now, how many blocks they hold, and the ids of those that attention may still read. One value that differs
     always changes the digest of its step, and so of every later one; several that differ do, but for chances of about
     2**-59, and 2**-32 within a frame's bytes.
 
@@ -88,11 +89,9 @@ class TableDigest:
     ) -> None:
         self._depth = depth
         self._columns = columns.words
-        first_of_size = {spec.block_size: group for group, spec in reversed([*enumerate(groups)])}
-        self._num_blocks = [num_blocks[group] for group in first_of_size.values()]
         max_num_seqs = len(token_ids)
-        # The lists of a step behind each other: index_mapping, query_start_loc, counts of blocks, sampled tokens.
-        self._integers = np.zeros((3 + len(self._num_blocks)) * max_num_seqs + 4, np.int32)
+        self._batch: Batch | None = None  # the last one, and what it folds to
+        self._batch_sum = 0
         self._parts = [
             _RowPart(
                 columns,
@@ -114,15 +113,14 @@ class TableDigest:
         A rank compares it before the step's first collective: a rank that runs another batch than the others, or
         samples it by other rules, would leave them waiting for a message of another size.
         """
-        batch = plan.batch
-        lists = [batch.index_mapping, batch.query_start_loc, *self._num_blocks]
+        if plan.batch is not self._batch:
+            self._batch = plan.batch
+            self._batch_sum = _sum_of_integers(
+                plan.batch.index_mapping
+            ) * _CHAIN + _sum_of_integers(plan.batch.query_start_loc)
+        self._add(self._batch_sum)
         if self._step >= self._depth and self._sampled:
-            lists.append(self._sampled.popleft())
-        count = sum(map(len, lists))
-        np.concatenate(lists, out=self._integers[:count])
-        self._integers[count] = 0  # an odd count leaves half a word
-        self._add(len(batch.index_mapping) * _BYTES + count)
-        self._add(_sum(self._integers[: count + (count & 1)].view(np.uint64)))
+            self._add(_sum_of_integers(self._sampled.popleft()))
         self._add(_sum(self._columns))
         if (part := self._step % _PERIOD) < len(self._parts):
             self._add(self._parts[part].fold(self._depth))
@@ -178,7 +176,7 @@ class _RowPart:
         self._blocks = [
             (
                 groups[same[0]],
-                num_blocks[same[0]][part],
+                num_blocks[same[0]][part].view(np.uint32),
                 [block_ids[group][part].view(np.uint32) for group in same],
             )
             for same in alike.values()
@@ -207,7 +205,7 @@ class _RowPart:
     def _sums_of_blocks(
         self, spec: KVGroupSpec, held: np.ndarray, block_ids: list[np.ndarray]
     ) -> np.ndarray:
-        """[n] uint64, over the block ids of all groups that see alike."""
+        """[n] uint64, over the count and the ids of the blocks of all groups that see alike."""
         start, width = 0, min(max(0, int(held.max())), block_ids[0].shape[1])
         first = None
         if spec.kind is not AttentionKind.FULL:
@@ -221,7 +219,18 @@ class _RowPart:
         if first is not None:
             cells = cells * (np.arange(start, width) >= first[:, None])
         sums = np.dot(cells.astype(np.uint64), _weights(width)[start:])
-        return sums if len(block_ids) == 1 else np.dot(_weights(len(sums)), sums)
+        if len(block_ids) > 1:
+            sums = np.dot(_weights(len(sums)), sums)
+        return sums + held * _HELD
+
+
+def _sum_of_integers(values: np.ndarray) -> int:
+    """Values [n] int32; another count of them gives another number too."""
+    count = len(values)
+    total = count * _BYTES + _sum(values[: count & ~1].view(np.uint64))
+    if count & 1:
+        total += int(values[-1]) * int(_weights(count)[-1])
+    return total
 
 
 def _sum(words: np.ndarray) -> int:
