@@ -15,7 +15,7 @@ import numpy as np
 from .kv_groups import AttentionKind, KVGroupSpec, first_needed_block
 
 if TYPE_CHECKING:
-    from .agreement import Batch, StepPlan
+    from .agreement import StepPlan
 
 DIGEST_BYTES = 8
 _PERIOD = 16  # a row's stored values are folded in one of this many steps
@@ -90,8 +90,6 @@ class TableDigest:
         self._depth = depth
         self._columns = columns.words
         max_num_seqs = len(token_ids)
-        self._batch: Batch | None = None  # the last one, and what it folds to
-        self._batch_sum = 0
         self._parts = [
             _RowPart(
                 columns,
@@ -113,12 +111,9 @@ class TableDigest:
         A rank compares it before the step's first collective: a rank that runs another batch than the others, or
         samples it by other rules, would leave them waiting for a message of another size.
         """
-        if plan.batch is not self._batch:
-            self._batch = plan.batch
-            self._batch_sum = _sum_of_integers(
-                plan.batch.index_mapping
-            ) * _CHAIN + _sum_of_integers(plan.batch.query_start_loc)
-        self._add(self._batch_sum)
+        # A lasting batch too is folded anew in every step: it may have gone wrong where it lies.
+        self._add(_sum_of_integers(plan.batch.index_mapping))
+        self._add(_sum_of_integers(plan.batch.query_start_loc))
         if self._step >= self._depth and self._sampled:
             self._add(_sum_of_integers(self._sampled.popleft()))
         self._add(_sum(self._columns))
