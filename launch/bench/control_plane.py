@@ -103,7 +103,8 @@ class ControlPlane:
         rows = len(prompt_lens)
         groups = gemma_groups(block_size, kv_groups)
         max_model_len = int(max(prompt_lens.max(), _CHURN_PROMPT)) + max_steps + 1
-        max_tokens = max(prefill_tokens, rows + churn * _CHURN_PROMPT)
+        # Those that decode already take nothing from the prompts: the prefill is as short as max_steps counts on.
+        max_tokens = rows + max(prefill_tokens, churn * _CHURN_PROMPT)
         num_blocks = 1 + rows * kv_groups * blocks_needed(max_model_len, block_size)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -249,9 +250,14 @@ class ControlPlane:
             self._ended.extend(delivered.numbers[delivered.finish_codes != 0].tolist())
 
     def check(self) -> None:
-        """Both sides hold the same rows, tokens and blocks: a fast step that got them wrong measures nothing."""
+        """Both sides hold the same rows, tokens and blocks: a fast step that got them wrong measures nothing.
+
+        And nobody ended but by churn: fewer rows than asked for are faster.
+        """
         while self._sent:
             self._settle()
+        there, rows = self._scheduler.num_unfinished, self._state.max_num_seqs
+        assert there >= rows, f"{there} requests are left of {rows}"
         check_queues(self._scheduler)
         check_pool(self._scheduler, ())
         check_tables(self._scheduler, self._state)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
-from rowcast.launch.bench.control_plane import PHASES, bench_control_plane, table
+from rowcast.launch.bench.control_plane import (
+    DEPTH,
+    PHASES,
+    ControlPlane,
+    bench_control_plane,
+    table,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +86,22 @@ def test_cold_and_border_stand_beside_the_warm_mean():
     text = table(figures)
     assert "cold us" in text
     assert f"{border['ratio']:.1f} x the mean; of CPU {border['cpu_us']:.0f} us" in text
+
+
+def test_all_rows_decode_to_the_end_after_a_prefill_of_many_steps():
+    """Rows that decoded already took from the prefill's tokens: it took longer, and the first rows ended by length
+    before the last step. With churn that was an internal error, without it fewer rows than the figures said.
+    """
+    rows, prompt_len, prefill_tokens = 64, 100, 80
+    plane = ControlPlane(
+        prompt_lens=np.full(rows, prompt_len),
+        max_steps=rows * prompt_len // prefill_tokens + DEPTH,
+        block_size=16,
+        kv_groups=1,
+        prefill_tokens=prefill_tokens,
+    )
+    plane.prefill()
+    plane.check()
 
 
 def test_churn_that_rows_cannot_carry_is_refused():
