@@ -153,7 +153,9 @@ def test_the_tables_of_any_step_are_those_that_the_worker_had(recorded: tuple[Pa
     assert max(live for _, live, _ in seen) == 4
 
 
-def test_an_engine_that_was_killed_leaves_a_recording_that_replays(tmp_path: Path):
+def test_an_engine_that_was_killed_leaves_a_recording_that_replays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     _, last = record(tmp_path / "steps.rec", stop=False)
     path = tmp_path / "steps.rec"
     path.write_bytes(path.read_bytes()[:-3])
@@ -162,6 +164,10 @@ def test_an_engine_that_was_killed_leaves_a_recording_that_replays(tmp_path: Pat
     assert recording.torn
     assert summary.num_unsettled == 1
     assert summary.last_sequence == last - 1
+    assert run_command(["replay", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "the last step has no result: the engine ended there" in said
+    assert "the file ends in the middle of a record" in said
 
 
 def records_of(data: bytes) -> list[tuple[int, int, int]]:
