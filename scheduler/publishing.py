@@ -23,7 +23,7 @@ class Publisher:
         self._blocks = blocks
         self._table = table
         self._num_hashes = np.zeros(len(table.live), np.int32)
-        self._tips: list[bytes] = [b""] * len(table.live)
+        self._tips = np.full(len(table.live), b"", object)
         self._offsets = np.arange(cache.base)
 
     def seat(self, row: int, request: Request) -> None:
@@ -63,12 +63,11 @@ class Publisher:
 
     def _hash_next(self, rows: np.ndarray, lasts: np.ndarray) -> list[bytes]:
         """Decodes that fill a block: one hash more for each, made together."""
-        table, tips, named = self._table, self._tips, rows.tolist()
+        table = self._table
         first_cells = rows * table.token_ids.shape[1] + (lasts - 1) * self._cache.base
         tokens = table.token_cells.take(first_cells[:, None] + self._offsets)
-        hashes = self._cache.extend_rows([tips[row] for row in named], tokens)
-        for row, link in zip(named, hashes, strict=True):
-            tips[row] = link
+        hashes = self._cache.extend_rows(self._tips[rows].tolist(), tokens)
+        self._tips[rows] = hashes
         self._num_hashes[rows] = lasts
         return hashes
 
