@@ -30,6 +30,7 @@ class WorkerActor:
         self._world_size = world_size
         self._fields = worker_fields
         self._runner: Any = None
+        self._loop: Any = None
         self._share_loaded = 0.0
 
     @ray.method(concurrency_group=CONTROL)
@@ -47,6 +48,12 @@ class WorkerActor:
     def share_loaded(self) -> float:
         """How much of this rank's weights is there, 0 to 1."""
         return self._share_loaded
+
+    @ray.method(concurrency_group=CONTROL)
+    def progress(self) -> tuple[int, int]:
+        """The sequences of the last frame that this rank took and of the last that it carried out."""
+        loop = self._loop
+        return (0, 0) if loop is None else (loop.sequence, loop.done)
 
     @ray.method(concurrency_group=CONTROL)
     def pick_port(self, host: str) -> int:
@@ -101,7 +108,11 @@ class WorkerActor:
         context = zmq.Context()
         channel = SubscribePushChannel(context, addresses)
         try:
-            WorkerLoop(self._runner, channel, rank=self._rank, epoch=epoch).run()
+            depth = self._runner.config.depth
+            self._loop = WorkerLoop(
+                self._runner, channel, rank=self._rank, epoch=epoch, depth=depth
+            )
+            self._loop.run()
         finally:
             channel.close()
             context.term()

@@ -6,6 +6,7 @@ Knows the ranks as Ray actors whose `run` returns when told to stop. Does not ma
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import ray.exceptions
 import zmq
 
 from ..scheduler.kv_groups import KVGroupSpec
+from ..scheduler.late_ranks import RankProgress
 from ..scheduler.loop import SchedulerLoop, WorkerGroupError
 from ..scheduler.messages import encode_error
 from ..scheduler.recording import Life, Recorder
@@ -25,6 +27,7 @@ from .config import EngineSpec
 from .first_cause import DEATH, FirstCause
 
 _HOLD_ERROR_S = 2.0  # Ray tells of a process's death within a second
+_ASK_TIMEOUT_S = 3.0  # for a rank to say how far it is; its answer takes milliseconds
 
 
 class WorkerGroup:
@@ -52,6 +55,7 @@ class WorkerGroup:
         self._loop: SchedulerLoop | None = None
         self._waiter: Waiter | None = None
         self._addresses: GroupAddresses | None = None
+        self._workers: Sequence[Any] = ()
         self.fronts_address = ""
         self.epoch = time.time_ns()
         self._bound = threading.Event()
@@ -62,6 +66,7 @@ class WorkerGroup:
 
     def start(self, workers: Sequence[Any]) -> None:
         """Bind, let the ranks connect, and return when every one of them has answered hello."""
+        self._workers = workers
         self._thread.start()
         self._bound.wait()
         self._raise_failure()
@@ -109,6 +114,7 @@ class WorkerGroup:
                 ready_timeout_s=cluster.ready_timeout_s,
                 step_deadline_s=cluster.step_deadline_s,
                 recorder=self._recorder,
+                ask_ranks=self._ask_ranks,
             )
             self._addresses, self.fronts_address = workers.addresses, fronts.address
             self._loop, self._waiter = loop, waiter
@@ -136,6 +142,16 @@ class WorkerGroup:
             for closable in (waiter, workers, fronts):
                 if closable is not None:
                     closable.close()
+
+    def _ask_ranks(self) -> list[RankProgress | None]:
+        """Ask each rank how far it is: over Ray, and not in the thread that may hang. None for one that is silent."""
+        calls = [worker.progress.remote() for worker in self._workers]
+        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=_ASK_TIMEOUT_S)
+        progress: list[RankProgress | None] = [None] * len(calls)
+        for call in answered:
+            with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
+                progress[calls.index(call)] = RankProgress(*ray.get(call))
+        return progress
 
     def _watch(self, runs: list[Any]) -> None:
         """Tell the loop, by the socket it listens to anyway, when a rank's process ends without having said why."""

@@ -119,6 +119,8 @@ def _say_error(error: Exception) -> int:
         return _say(f"{sentence.rstrip('.')}; see rowcast --help", EXIT_USER)
     if isinstance(error, ValueError | FileNotFoundError | ConnectionError | PermissionError):
         return _say(str(error), EXIT_USER)
+    if isinstance(error, MemoryError):
+        return _say(f"out of memory: {error or 'nothing left'}; ask for less", EXIT_FAILED)
     if isinstance(error, RuntimeError | OSError | TimeoutError):
         return _say(str(error) or type(error).__name__, EXIT_FAILED)
     return _say(

@@ -282,7 +282,7 @@ def plan_engine(
             f"max_model_len must be at most {longest}, the positions that {options.model} knows, "
             f"got {max_model_len}"
         )
-    _check_tables_fit(options.max_num_seqs, max_model_len, model_config.head_dim)
+    check_tables_fit(options.max_num_seqs, max_model_len, model_config.head_dim)
     return EnginePlan(
         options=options,
         model_dir=model_dir,
@@ -291,17 +291,24 @@ def plan_engine(
     )
 
 
-def _check_tables_fit(max_num_seqs: int, max_model_len: int, head_dim: int) -> None:
+def check_tables_fit(
+    max_num_seqs: int,
+    max_model_len: int,
+    head_dim: int,
+    *,
+    remedy: str = "lower max_model_len or max_num_seqs",
+) -> None:
     """Refuse what could only end in the kernel killing the process, which says nothing.
 
     Token ids and block ids, int32, in the scheduler and in a worker; sines and cosines of every position in float32.
+    Raises: ValueError that says what is needed, what is there, and the remedy.
     """
     needed = 4 * 4 * max_num_seqs * max_model_len + 2 * 4 * head_dim * max_model_len
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise ValueError(
             f"{max_num_seqs} requests of {max_model_len} tokens need tables of {needed / 2**30:.0f} GiB, this machine "
-            f"has {there / 2**30:.0f}; lower max_model_len or max_num_seqs"
+            f"has {there / 2**30:.0f}; {remedy}"
         )
 
 

@@ -198,7 +198,9 @@ class EmbeddedEngine:
         epoch = time.time_ns()
         to_workers, of_worker = QueueChannel.pair()
         fronts, self._front = QueueChannel.pair()
-        self._worker_loop = WorkerLoop(self._runner, of_worker, rank=0, epoch=epoch)
+        self._worker_loop = WorkerLoop(
+            self._runner, of_worker, rank=0, epoch=epoch, depth=plan.worker.depth
+        )
         self._worker_error: Exception | None = None
         self._scheduler_loop = SchedulerLoop(
             scheduler,
@@ -297,7 +299,7 @@ class EmbeddedEngine:
     # The engine's turns
 
     def step(self) -> None:
-        """One turn of the scheduler and one of the worker; then every request has what came of it.
+        """One turn of the worker and one of the scheduler; then every request has what came of it.
 
         Raises: RuntimeError, one sentence, when the engine failed; it stays unusable.
         """
@@ -307,8 +309,9 @@ class EmbeddedEngine:
 
     def _step(self) -> None:
         try:
-            moved = self._scheduler_loop.turn(0.0)
-            moved = self._worker_turn() or moved
+            # In this order a step's tokens are out before the next step runs, however many are under way.
+            moved = self._worker_turn()
+            moved = self._scheduler_loop.turn(0.0) or moved
             moved = self._take_outputs() or moved
         except WorkerGroupError as error:
             self._failed = str(error)

@@ -24,6 +24,7 @@ from ..scheduler.messages import (
     decode_report,
 )
 from ..scheduler.recording import Life, Record, Recording, RecordKind
+from ..scheduler.records import check_tokens
 from ..worker.state import WorkerState
 
 OnStep = Callable[[WorkerState, int, SchedulerOutput, StepPlan], None]
@@ -114,10 +115,10 @@ class LifeReplay:
                 f"step {record.sequence}: {ranks} reported a digest of {said[wrong[0]]:016x}, the replayed tables "
                 f"give {digest:016x}"
             )
-        if len(result.tokens) != plan.num_reqs or (result.tokens[plan.samples] < 0).any():
-            raise ReplayMismatch(
-                f"step {record.sequence}: its tokens do not fit the {plan.num_reqs} requests that it ran"
-            )
+        try:
+            check_tokens(result.tokens, plan, summary.life.vocab_size)
+        except ProtocolError as error:
+            raise ReplayMismatch(f"step {record.sequence}: {error}") from None
         self.state.commit(plan, result.tokens)
         summary.num_steps += 1
         summary.num_digests += len(said)

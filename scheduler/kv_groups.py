@@ -108,14 +108,15 @@ def describe_groups(groups: Sequence[KVGroupSpec]) -> str:
     """Say in a few words how the layers share the pool: the groups, and what the emptiest leaves of each of its blocks.
 
     Counts the whole model's KV heads; a rank that holds a copy of a head may differ.
-    Example: 3 layers full, 7 of a window -> "4 KV groups, at most 33% of a block unused".
+    Example: 3 layers full, 7 of a window -> "4 KV groups, up to 33% of a block unused".
     """
     if len(groups) == 1:
         return "1 KV group"
     needs = [
         len(spec.layers) * spec.num_kv_heads * spec.head_dim * spec.block_size for spec in groups
     ]
-    return f"{len(groups)} KV groups, at most {1 - min(needs) / max(needs):.0%} of a block unused"
+    unused = 1 - min(needs) / max(needs)
+    return f"{len(groups)} KV groups, {'up to ' if unused else ''}{unused:.0%} of a block unused"
 
 
 def agree_on_groups(

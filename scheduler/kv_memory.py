@@ -58,14 +58,19 @@ class KVMemory:
 
     # ------------------------------------------------------------ admission
 
+    def prepare(self, request: Request) -> None:
+        """Hash the tokens of a request that comes: here, not in the step that admits it, where others wait for it."""
+        if self.caching:
+            salt = request.cache_salt
+            request.chain_root = self.cache.root(salt) if salt else self._saltless_root
+            self.cache.extend(request.hashes, request.chain_root, request.tokens)
+
     def offer(self, request: Request) -> Offer:
         """Look a waiting request's tokens up, and count what its admission takes. Changes no block."""
         length, hit = len(request.tokens), self._no_hit
         if self.caching:
-            if not request.chain_root:
-                salt = request.cache_salt
-                request.chain_root = self.cache.root(salt) if salt else self._saltless_root
-            self.cache.extend(request.hashes, request.chain_root, request.tokens)
+            if request.num_preemptions:  # with outputs that are not hashed yet
+                self.cache.extend(request.hashes, request.chain_root, request.tokens)
             hit = self.cache.lookup(request.hashes, length)
         return Offer(hit=hit, num_blocks=self._blocks_to_take(length, hit))
 
@@ -150,21 +155,26 @@ class KVMemory:
         held = [deepest_first(r.held_blocks, self.groups) for r in self._holders.values()]
         return np.concatenate(held) if held else np.empty(0, np.int32)
 
-    def hold(self, row: int, request: Request) -> None:
-        """Let a request keep its blocks while it loses its row, until its last step has settled."""
-        request.held_blocks = self.blocks.row_tables(row)
-        self.blocks.release((row,))
-        self._holders[request.generation] = request
+    def hold(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
+        """Let requests keep their blocks while they lose their rows, until their last steps have settled."""
+        for row, request in zip(rows, requests, strict=True):
+            request.held_blocks = self.blocks.row_tables(row)
+            self._holders[request.generation] = request
+        self.blocks.clear(rows)
 
-    def let_go(self, request: Request) -> None:
-        """Free what a request holds without a row, if it does."""
-        if self._holders.pop(request.generation, None) is not None:
-            self.pool.free(deepest_first(request.held_blocks, self.groups))
-            request.held_blocks = ()
+    def let_go(self, requests: Sequence[Request]) -> None:
+        """Free what requests hold without a row, as far as they do."""
+        ids = []
+        for request in requests:
+            if self._holders.pop(request.generation, None) is not None:
+                ids.append(deepest_first(request.held_blocks, self.groups))
+                request.held_blocks = ()
+        if ids:
+            self.pool.free(np.concatenate(ids))
 
     def reclaim(self) -> bool:
         """Free the blocks of the one that has held them longest without a row, unpublished. False if there is none."""
         for request in self._holders.values():
-            self.let_go(request)
+            self.let_go([request])
             return True
         return False

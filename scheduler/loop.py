@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from .agreement import DIGEST_BYTES, disagreement
 from .deliveries import Deliveries, join
 from .door import QueueFull
 from .front_messages import Abort, Ack, Outputs, RefusalReason, Refused, Register, Submit
+from .late_ranks import RankProgress, who_is_late
 from .messages import (
     Channel,
     ControlOperation,
@@ -71,7 +72,8 @@ class SchedulerLoop:
     """Runs a scheduler between fronts and one life (epoch) of a worker group.
 
     wait(timeout_s) blocks until a channel may have something, someone woke it, or the time is over; None waits for
-    ever. recorder is shown every counted frame before it leaves and every result before it is used.
+    ever. recorder is shown every counted frame before it leaves and every result before it is used. ask_ranks is called
+    when a step is past its deadline: how far is each rank, None for one that does not answer?
     Everything but `stop` and `snapshot` belongs to one thread.
     """
 
@@ -89,6 +91,7 @@ class SchedulerLoop:
         step_deadline_s: float = 120.0,
         bye_timeout_s: float = 5.0,
         recorder: Recorder | None = None,
+        ask_ranks: Callable[[], Sequence[RankProgress | None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -102,6 +105,7 @@ class SchedulerLoop:
         self._step_deadline_s = step_deadline_s
         self._bye_timeout_s = bye_timeout_s
         self._recorder = recorder
+        self._ask_ranks = ask_ranks
         self._clock = clock
         self._sequence = 0
         self._sent: deque[_SentStep] = deque()  # unsettled steps, oldest first
@@ -231,10 +235,14 @@ class SchedulerLoop:
                 did = True
         if self._sent and self._clock() - self._sent[0].sent_at >= self._step_deadline_s:
             raise WorkerGroupError(
-                f"step {self._sent[0].sequence} has no result after {self._step_deadline_s:g} s; "
-                "a rank hangs or is gone"
+                f"step {self._sent[0].sequence} has no result after {self._step_deadline_s:g} s; {self._who_is_late()}"
             )
         return did
+
+    def _who_is_late(self) -> str:
+        if self._ask_ranks is None:
+            return "a rank hangs or is gone"
+        return who_is_late(self._sent[0].sequence, self._ask_ranks())
 
     def _settle(self, report: WorkerReport) -> None:
         assert report.result is not None, "a result report without a result"

@@ -38,8 +38,6 @@ A reader takes nothing on trust: whatever is not exactly this raises ProtocolErr
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Protocol
@@ -48,19 +46,27 @@ import msgpack
 import numpy as np
 
 from .features import Features as Features  # part of the format, in a file of its own
+from .wire_form import (
+    FLOAT32,
+    INT32,
+    INT64,
+    array_of,
+    bytes_of,
+    exactly,
+    integer,
+    lengths_add_up,
+    list_of,
+    pack,
+    same_length,
+    short,
+)
+from .wire_form import ProtocolError as ProtocolError  # every message's reader raises it
 
 PROTOCOL_VERSION = 3
 MAX_REQUEST_ID_BYTES = 256
 MAX_ERROR_TEXT = 16_384
 
-_INT32 = np.dtype("<i4")
-_INT64 = np.dtype("<i8")
-_FLOAT32 = np.dtype("<f4")
-_EMPTY = np.empty(0, _INT32)
-
-
-class ProtocolError(Exception):
-    """A message that is not what the protocol allows here: the one exception of this process boundary."""
+_EMPTY = np.empty(0, INT32)
 
 
 class Channel(Protocol):
@@ -124,13 +130,13 @@ class Admissions:
 
 
 _DTYPE_OF = {  # int32 otherwise
-    "seeds": _INT64,
-    "temperature": _FLOAT32,
-    "top_p": _FLOAT32,
-    "min_p": _FLOAT32,
-    "presence_penalty": _FLOAT32,
-    "frequency_penalty": _FLOAT32,
-    "repetition_penalty": _FLOAT32,
+    "seeds": INT64,
+    "temperature": FLOAT32,
+    "top_p": FLOAT32,
+    "min_p": FLOAT32,
+    "presence_penalty": FLOAT32,
+    "frequency_penalty": FLOAT32,
+    "repetition_penalty": FLOAT32,
 }
 _PER_REQUEST = (
     "num_tokens",
@@ -212,52 +218,42 @@ _OPERATIONS = {int(operation): operation for operation in ControlOperation}
 # ---------------------------------------------------------------- writing
 
 
-def _bytes_of(array: np.ndarray | Sequence[Any], dtype: np.dtype[Any]) -> bytes:
-    return np.ascontiguousarray(array, dtype).tobytes()
-
-
 def wire_text(text: str) -> str:
     """Make any error text one that the wire carries: short, and valid Unicode whatever file name it quotes."""
     return text.encode("utf-8", "backslashreplace").decode()[:MAX_ERROR_TEXT]
 
 
-def _pack(values: list[Any]) -> bytes:
-    packed = msgpack.packb(values, use_bin_type=True)
-    assert packed is not None
-    return packed
-
-
 def encode_hello(*, epoch: int) -> bytes:
-    return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.HELLO), 0])
+    return pack([PROTOCOL_VERSION, epoch, int(FrameKind.HELLO), 0])
 
 
 def encode_control(operation: ControlOperation, *, epoch: int, sequence: int) -> bytes:
-    return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.CONTROL), sequence, int(operation)])
+    return pack([PROTOCOL_VERSION, epoch, int(FrameKind.CONTROL), sequence, int(operation)])
 
 
 def encode_mask(mask: Mask, *, epoch: int, sequence: int) -> bytes:
     body = [
         mask.step_sequence,
-        _bytes_of(mask.rows, _INT32),
+        bytes_of(mask.rows, INT32),
         int(mask.bits.shape[1]),
-        _bytes_of(mask.bits, _INT32),
+        bytes_of(mask.bits, INT32),
     ]
-    return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.MASK), sequence, *body])
+    return pack([PROTOCOL_VERSION, epoch, int(FrameKind.MASK), sequence, *body])
 
 
 def encode_step(step: SchedulerOutput, *, epoch: int, sequence: int) -> bytes:
     """Serialize one step. A steady decode step of any number of rows carries only the ids of new blocks."""
     body = [
-        _bytes_of(step.freed_rows, _INT32),
+        bytes_of(step.freed_rows, INT32),
         None if step.admissions is None else _admissions_to_wire(step.admissions),
-        _bytes_of(step.run_rows, _INT32),
-        _bytes_of(step.run_counts, _INT32),
-        _bytes_of(step.paused_rows, _INT32),
-        [_bytes_of(ids, _INT32) for ids in step.grown_block_ids],
-        _bytes_of(step.masked_rows, _INT32),
+        bytes_of(step.run_rows, INT32),
+        bytes_of(step.run_counts, INT32),
+        bytes_of(step.paused_rows, INT32),
+        [bytes_of(ids, INT32) for ids in step.grown_block_ids],
+        bytes_of(step.masked_rows, INT32),
         step.digest,
     ]
-    return _pack([PROTOCOL_VERSION, epoch, int(FrameKind.STEP), sequence, *body])
+    return pack([PROTOCOL_VERSION, epoch, int(FrameKind.STEP), sequence, *body])
 
 
 def _admissions_to_wire(admissions: Admissions) -> list[Any]:
@@ -269,28 +265,28 @@ def _admissions_to_wire(admissions: Admissions) -> list[Any]:
         elif column.name == "features":
             columns.append([b"" if features is None else features.pack() for features in value])
         elif isinstance(value, tuple):
-            columns.append([_bytes_of(ids, _INT32) for ids in value])
+            columns.append([bytes_of(ids, INT32) for ids in value])
         else:
-            columns.append(_bytes_of(value, _DTYPE_OF.get(column.name, _INT32)))
+            columns.append(bytes_of(value, _DTYPE_OF.get(column.name, INT32)))
     return columns
 
 
 def encode_ready(*, epoch: int, rank: int) -> bytes:
-    return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.READY), 0, rank])
+    return pack([PROTOCOL_VERSION, epoch, int(ResultKind.READY), 0, rank])
 
 
 def encode_error(*, epoch: int, sequence: int, rank: int, text: str) -> bytes:
     body = [rank, wire_text(text)]
-    return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.ERROR), sequence, *body])
+    return pack([PROTOCOL_VERSION, epoch, int(ResultKind.ERROR), sequence, *body])
 
 
 def encode_bye(*, epoch: int, sequence: int, rank: int) -> bytes:
-    return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.BYE), sequence, rank])
+    return pack([PROTOCOL_VERSION, epoch, int(ResultKind.BYE), sequence, rank])
 
 
 def encode_result(result: StepResult, *, epoch: int, sequence: int) -> bytes:
-    body = [result.digests, _bytes_of(result.tokens, _INT32), result.extras]
-    return _pack([PROTOCOL_VERSION, epoch, int(ResultKind.RESULT), sequence, *body])
+    body = [result.digests, bytes_of(result.tokens, INT32), result.extras]
+    return pack([PROTOCOL_VERSION, epoch, int(ResultKind.RESULT), sequence, *body])
 
 
 # ---------------------------------------------------------------- reading
@@ -303,51 +299,15 @@ def _unpack(message: bytes, what: str) -> list[Any]:
         reason = str(error) or type(error).__name__
         raise ProtocolError(f"{what} of {len(message)} bytes is no MessagePack: {reason}") from None
     if not isinstance(values, list) or len(values) < 4:
-        raise ProtocolError(f"{what} must be an array of at least 4 values, got {_short(values)}")
+        raise ProtocolError(f"{what} must be an array of at least 4 values, got {short(values)}")
     if type(values[0]) is not int or values[0] != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"{what} has protocol version {_short(values[0])}, this side speaks {PROTOCOL_VERSION}; "
+            f"{what} has protocol version {short(values[0])}, this side speaks {PROTOCOL_VERSION}; "
             "run the same rowcast on every node"
         )
-    _integer(values[1], f"{what}: epoch", 2**63)
-    _integer(values[3], f"{what}: sequence", 2**63)
+    integer(values[1], f"{what}: epoch", 2**63)
+    integer(values[3], f"{what}: sequence", 2**63)
     return values
-
-
-def _short(value: Any) -> str:
-    text = reprlib.repr(value)  # of a hostile value too: bounded in depth and length
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _integer(value: Any, what: str, limit: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise ProtocolError(f"{what} must be an integer in [0, {limit}), got {_short(value)}")
-    return value
-
-
-def _array(value: Any, what: str, dtype: np.dtype[Any] = _INT32) -> np.ndarray:
-    if not isinstance(value, bytes) or len(value) % dtype.itemsize:
-        size = f"{len(value)} bytes" if isinstance(value, bytes) else _short(value)
-        raise ProtocolError(
-            f"{what} must be bin of a multiple of {dtype.itemsize} bytes, got {size}"
-        )
-    return np.frombuffer(value, dtype)
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ProtocolError(f"{what} must be an array, got {_short(value)}")
-    return value
-
-
-def _exactly(body: list[Any], length: int, what: str) -> None:
-    if len(body) != length:
-        raise ProtocolError(f"{what} must carry {length} values, got {len(body)}")
-
-
-def _same_length(array: Sequence[Any] | np.ndarray, length: int, what: str) -> None:
-    if len(array) != length:
-        raise ProtocolError(f"{what} must have {length} entries, got {len(array)}")
 
 
 def decode_frame(message: bytes) -> Frame:
@@ -359,20 +319,20 @@ def decode_frame(message: bytes) -> Frame:
     values = _unpack(message, "frame")
     epoch, kind, sequence, body = values[1], values[2], values[3], values[4:]
     if type(kind) is not int or kind not in _FRAME_KINDS:
-        raise ProtocolError(f"frame has unknown kind {_short(kind)}")
+        raise ProtocolError(f"frame has unknown kind {short(kind)}")
     kind = _FRAME_KINDS[kind]
     if (sequence == 0) != (kind is FrameKind.HELLO):
         raise ProtocolError(f"{kind.name.lower()} frame cannot have sequence {sequence}")
     decoded: SchedulerOutput | Mask | ControlOperation | None = None
     if kind is FrameKind.HELLO:
-        _exactly(body, 0, "hello frame")
+        exactly(body, 0, "hello frame")
     elif kind is FrameKind.STEP:
         decoded = _step_from_wire(body)
     elif kind is FrameKind.MASK:
         decoded = _mask_from_wire(body)
     else:
-        _exactly(body, 1, "control frame")
-        operation = _integer(body[0], "control frame: operation", 2**31)
+        exactly(body, 1, "control frame")
+        operation = integer(body[0], "control frame: operation", 2**31)
         if operation not in _OPERATIONS:
             raise ProtocolError(f"control frame has unknown operation {operation}")
         decoded = _OPERATIONS[operation]
@@ -380,38 +340,38 @@ def decode_frame(message: bytes) -> Frame:
 
 
 def _step_from_wire(body: list[Any]) -> SchedulerOutput:
-    _exactly(body, 8, "step frame")
-    run_rows = _array(body[2], "step frame: run_rows")
-    run_counts = _array(body[3], "step frame: run_counts")
-    _same_length(run_counts, len(run_rows), "step frame: run_counts")
+    exactly(body, 8, "step frame")
+    run_rows = array_of(body[2], "step frame: run_rows")
+    run_counts = array_of(body[3], "step frame: run_counts")
+    same_length(run_counts, len(run_rows), "step frame: run_counts")
     grown = tuple(
-        _array(ids, f"step frame: grown_block_ids of group {group}")
-        for group, ids in enumerate(_list(body[5], "step frame: grown_block_ids"))
+        array_of(ids, f"step frame: grown_block_ids of group {group}")
+        for group, ids in enumerate(list_of(body[5], "step frame: grown_block_ids"))
     )
     digest = body[7]
     if not isinstance(digest, bytes) or len(digest) not in (0, 8):
-        raise ProtocolError(f"step frame: digest must be bin of 0 or 8 bytes, got {_short(digest)}")
+        raise ProtocolError(f"step frame: digest must be bin of 0 or 8 bytes, got {short(digest)}")
     return SchedulerOutput(
-        freed_rows=_array(body[0], "step frame: freed_rows"),
+        freed_rows=array_of(body[0], "step frame: freed_rows"),
         admissions=None if body[1] is None else _admissions_from_wire(body[1], len(grown)),
         run_rows=run_rows,
         run_counts=run_counts,
-        paused_rows=_array(body[4], "step frame: paused_rows"),
+        paused_rows=array_of(body[4], "step frame: paused_rows"),
         grown_block_ids=grown,
-        masked_rows=_array(body[6], "step frame: masked_rows"),
+        masked_rows=array_of(body[6], "step frame: masked_rows"),
         digest=digest,
     )
 
 
 def _admissions_from_wire(value: Any, num_groups: int) -> Admissions:
     columns = fields(Admissions)
-    values = _list(value, "admissions")
-    _exactly(values, len(columns), "admissions")
+    values = list_of(value, "admissions")
+    exactly(values, len(columns), "admissions")
     decoded: dict[str, Any] = {}
     for column, raw in zip(columns, values, strict=True):
         what = f"admissions: {column.name}"
         if column.name == "request_ids":
-            ids = tuple(_list(raw, what))
+            ids = tuple(list_of(raw, what))
             for request_id in ids:
                 if (
                     not isinstance(request_id, str)
@@ -419,58 +379,50 @@ def _admissions_from_wire(value: Any, num_groups: int) -> Admissions:
                 ):
                     raise ProtocolError(
                         f"{what} must be strings of at most {MAX_REQUEST_ID_BYTES} bytes, "
-                        f"got {_short(request_id)}"
+                        f"got {short(request_id)}"
                     )
             decoded[column.name] = ids
         elif column.name == "features":
-            decoded[column.name] = tuple(_features(packed, what) for packed in _list(raw, what))
+            decoded[column.name] = tuple(_features(packed, what) for packed in list_of(raw, what))
         elif column.name in ("num_blocks", "block_ids"):
-            groups = _list(raw, what)
+            groups = list_of(raw, what)
             if len(groups) != num_groups:
                 raise ProtocolError(f"{what} must have {num_groups} KV groups, got {len(groups)}")
-            decoded[column.name] = tuple(_array(ids, what) for ids in groups)
+            decoded[column.name] = tuple(array_of(ids, what) for ids in groups)
         else:
-            decoded[column.name] = _array(raw, what, _DTYPE_OF.get(column.name, _INT32))
+            decoded[column.name] = array_of(raw, what, _DTYPE_OF.get(column.name, INT32))
     admissions = Admissions(**decoded)
     count = len(admissions.rows)
     if count == 0:
         raise ProtocolError("admissions must name at least one row, or be nil")
     for name in ("request_ids", "features", *_PER_REQUEST):
-        _same_length(getattr(admissions, name), count, f"admissions: {name}")
-    _lengths_add_up(admissions.num_tokens, admissions.token_ids, "admissions: token_ids")
+        same_length(getattr(admissions, name), count, f"admissions: {name}")
+    lengths_add_up(admissions.num_tokens, admissions.token_ids, "admissions: token_ids")
     for group, (counts, ids) in enumerate(
         zip(admissions.num_blocks, admissions.block_ids, strict=True)
     ):
-        _same_length(counts, count, f"admissions: num_blocks of group {group}")
-        _lengths_add_up(counts, ids, f"admissions: block_ids of group {group}")
+        same_length(counts, count, f"admissions: num_blocks of group {group}")
+        lengths_add_up(counts, ids, f"admissions: block_ids of group {group}")
     return admissions
 
 
 def _features(value: Any, what: str) -> Features | None:
     if not isinstance(value, bytes):
-        raise ProtocolError(f"{what} must be bin, got {_short(value)}")
+        raise ProtocolError(f"{what} must be bin, got {short(value)}")
     try:
         return Features.unpack(value)
     except ValueError as error:
         raise ProtocolError(f"{what}: {error}") from None
 
 
-def _lengths_add_up(lengths: np.ndarray, flat: np.ndarray, what: str) -> None:
-    total = int(lengths.sum(dtype=np.int64))
-    if len(lengths) and int(lengths.min()) < 0:
-        raise ProtocolError(f"{what}: a length is negative ({int(lengths.min())})")
-    if total != len(flat):
-        raise ProtocolError(f"{what} must have {total} entries as its lengths say, got {len(flat)}")
-
-
 def _mask_from_wire(body: list[Any]) -> Mask:
-    _exactly(body, 4, "mask frame")
-    rows = _array(body[1], "mask frame: rows")
-    words = _integer(body[2], "mask frame: words_per_row", 2**26)
-    bits = _array(body[3], "mask frame: bits")
-    _same_length(bits, len(rows) * words, "mask frame: bits")
+    exactly(body, 4, "mask frame")
+    rows = array_of(body[1], "mask frame: rows")
+    words = integer(body[2], "mask frame: words_per_row", 2**26)
+    bits = array_of(body[3], "mask frame: bits")
+    same_length(bits, len(rows) * words, "mask frame: bits")
     return Mask(
-        step_sequence=_integer(body[0], "mask frame: step_sequence", 2**63),
+        step_sequence=integer(body[0], "mask frame: step_sequence", 2**63),
         rows=rows,
         bits=bits.reshape(len(rows), words),
     )
@@ -501,25 +453,25 @@ def decode_report(message: bytes) -> WorkerReport:
     values = _unpack(message, "report")
     epoch, kind, sequence, body = values[1], values[2], values[3], values[4:]
     if type(kind) is not int or kind not in _RESULT_KINDS:
-        raise ProtocolError(f"report has unknown kind {_short(kind)}")
+        raise ProtocolError(f"report has unknown kind {short(kind)}")
     kind = _RESULT_KINDS[kind]
     if kind is ResultKind.RESULT:
-        _exactly(body, 3, "result")
+        exactly(body, 3, "result")
         digests, extras = body[0], body[2]
         if not isinstance(digests, bytes) or len(digests) % 8:
             raise ProtocolError(
-                f"result: digests must be bin of 8 bytes a rank, got {_short(digests)}"
+                f"result: digests must be bin of 8 bytes a rank, got {short(digests)}"
             )
         if extras is not None and not isinstance(extras, dict):
-            raise ProtocolError(f"result: extras must be a map or nil, got {_short(extras)}")
-        tokens = _array(body[1], "result: tokens")
+            raise ProtocolError(f"result: extras must be a map or nil, got {short(extras)}")
+        tokens = array_of(body[1], "result: tokens")
         for batch_index in extras or {}:
-            _integer(batch_index, "result: a key of extras", max(len(tokens), 1))
+            integer(batch_index, "result: a key of extras", max(len(tokens), 1))
         result = StepResult(tokens=tokens, digests=digests, extras=extras)
         return WorkerReport(epoch=epoch, kind=kind, sequence=sequence, result=result)
-    _exactly(body, 2 if kind is ResultKind.ERROR else 1, f"{kind.name.lower()} report")
-    rank = _integer(body[0], f"{kind.name.lower()} report: rank", 2**31)
+    exactly(body, 2 if kind is ResultKind.ERROR else 1, f"{kind.name.lower()} report")
+    rank = integer(body[0], f"{kind.name.lower()} report: rank", 2**31)
     text = body[1] if kind is ResultKind.ERROR else ""
     if not isinstance(text, str):
-        raise ProtocolError(f"error report: text must be a string, got {_short(text)}")
+        raise ProtocolError(f"error report: text must be a string, got {short(text)}")
     return WorkerReport(epoch=epoch, kind=kind, sequence=sequence, rank=rank, text=text)

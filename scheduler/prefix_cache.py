@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import compress, repeat
-from operator import add, eq, not_
+from operator import add, ne
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class PrefixCache:
         self._num_groups = len(groups)
         self._offsets = np.arange(len(groups))[:, None]
         self._key_of_hash: dict[bytes, int] = {}
-        self._hash_of_key: dict[int, bytes] = {}
+        self._hash_of_key = np.full(1 + 2 * pool.usable, None, object)
         # Key 0 is "unknown" and has no block. Every other key in use has a named block, and publish offers keys for
         # about as many blocks before it knows which hashes are new: twice the blocks is nearly always enough.
         self._free_keys: list[int] = []
@@ -247,12 +247,11 @@ class PrefixCache:
         keys = list(map(self._key_of_hash.setdefault, hashes, offered))
         if keys == offered:
             del self._free_keys[-len(hashes) :]
-            self._hash_of_key.update(zip(keys, hashes, strict=True))
         else:
-            new = list(map(eq, keys, offered))
-            self._free_keys[-len(hashes) :] = compress(offered, map(not_, new))
-            self._hash_of_key.update(compress(zip(keys, hashes, strict=True), new))
-        cells = np.array(keys, np.intp) * self._num_groups + self._offsets
+            self._free_keys[-len(hashes) :] = compress(offered, map(ne, keys, offered))
+        at = np.array(keys, np.intp)
+        self._hash_of_key[at] = hashes
+        cells = at * self._num_groups + self._offsets
         if complete and keys == offered:
             self._name(cells, ids)
         else:
@@ -267,9 +266,11 @@ class PrefixCache:
     def _make_keys(self, count: int) -> None:
         self._free_keys += range(self._next_key, self._next_key + count)
         self._next_key += count
-        lacking = self._next_key * self._num_groups - len(self._block_of_cell)
+        lacking = self._next_key - len(self._hash_of_key)
         if lacking > 0:
-            self._block_of_cell = np.concatenate((self._block_of_cell, np.zeros(lacking, np.int32)))
+            self._hash_of_key = np.concatenate((self._hash_of_key, np.full(lacking, None, object)))
+            more = np.zeros(lacking * self._num_groups, np.int32)
+            self._block_of_cell = np.concatenate((self._block_of_cell, more))
 
     def _name(self, cells: np.ndarray, ids: np.ndarray) -> None:
         """Know blocks by cells: all distinct, the blocks held and nameless."""
@@ -285,7 +286,7 @@ class PrefixCache:
             return False
         self._pool.drop_names()
         self._key_of_hash.clear()
-        self._hash_of_key.clear()
+        self._hash_of_key[:] = None
         self._free_keys = []
         self._next_key = 1
         self._block_of_cell[:] = 0
@@ -293,8 +294,9 @@ class PrefixCache:
 
     def names_of(self, ids: np.ndarray) -> list[tuple[int, bytes] | None]:
         """Tell each block's name, (group, hash), or None. For tests and explanations."""
+        hashes: list[bytes] = self._hash_of_key.tolist()
         return [
-            (cell % self._num_groups, self._hash_of_key[cell // self._num_groups]) if cell else None
+            (cell % self._num_groups, hashes[cell // self._num_groups]) if cell else None
             for cell in self._pool.names[ids].tolist()
         ]
 
@@ -308,6 +310,7 @@ class PrefixCache:
             left = self._block_of_cell.reshape(-1, self._num_groups)[keys].any(axis=1)
             keys = keys[~left]
         gone = list(dict.fromkeys(keys.tolist()))
-        for name in map(self._hash_of_key.pop, gone):
+        for name in self._hash_of_key[gone]:
             del self._key_of_hash[name]
+        self._hash_of_key[gone] = None
         self._free_keys += gone

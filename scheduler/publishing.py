@@ -1,7 +1,7 @@
 """Which blocks become known to the prefix cache, and under which names: those that a settled step filled.
 
 Owns the moment, and where each row's chain of hashes ends; the names are `prefix_cache.py`'s. A request keeps the
-hashes of its prompt, which are made when it asks for a hit and so may run ahead of what is computed. Of what it decodes
+hashes of its prompt, which are made when it comes and so may run ahead of what is computed. Of what it decodes
 only the last hash is kept: a preempted request makes those again when it asks for its own blocks.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .agreement import StepPlan
 from .prefix_cache import PrefixCache
 from .request import Request, RequestTable
 from .row_blocks import RowBlocks, cells_of
@@ -22,7 +23,7 @@ class Publisher:
         self._blocks = blocks
         self._table = table
         self._num_hashes = np.zeros(len(table.live), np.int32)
-        self._tips: list[bytes] = [b""] * len(table.live)
+        self._tips = np.full(len(table.live), b"", object)
         self._offsets = np.arange(cache.base)
 
     def seat(self, row: int, request: Request) -> None:
@@ -30,25 +31,30 @@ class Publisher:
         self._tips[row] = request.hashes[-1] if request.hashes else request.chain_root
         self._num_hashes[row] = len(request.hashes)
 
-    def publish_rows(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        """Name the blocks that rows filled with their tokens starts .. ends, which have just settled.
+    def publish_step(self, plan: StepPlan, held: np.ndarray | None) -> None:
+        """Name the blocks that a step filled, which has just settled. Before a window returns any of them.
 
-        Shapes: rows intp, starts, ends [n]. Publish before a window returns any of them.
+        Shapes: held [num_reqs] bool, whose occupant still has his row; None for everyone.
         """
-        base = self._cache.base
-        firsts, lasts = starts // base, ends // base
-        filled = np.flatnonzero(firsts != lasts)
+        base, batch, ends = self._cache.base, plan.batch, plan.seq_lens
+        if (
+            held is None and plan.age > 1
+        ):  # whoever opens a block in the next step has filled one in this
+            filled = batch.opening(base, plan.age + 1)
+            counts = np.ones(len(filled), np.int32)
+        else:
+            counts = ends // base - plan.num_computed_tokens // base
+            filled = np.flatnonzero(counts if held is None else counts * held)
+            counts = counts[filled]
         if not len(filled):
             return
-        rows, lasts = rows[filled], lasts[filled]
-        counts = lasts - firsts[filled]
-        next_ones = (counts == 1) & (lasts - self._num_hashes[rows] == 1)
-        if next_ones.all():
+        rows, lasts = batch.rows[filled], ends[filled] // base
+        runs = (counts != 1) | (self._num_hashes[rows] != lasts - 1)
+        if not runs.any():
             hashes = self._hash_next(rows, lasts)
         else:
-            runs = ~next_ones
             hashes, run_lasts = self._hash_runs(rows[runs], lasts[runs], counts[runs])
-            run_rows, rows, lasts = rows[runs], rows[next_ones], lasts[next_ones]
+            run_rows, rows, lasts = rows[runs], rows[~runs], lasts[~runs]
             if len(rows):
                 hashes += self._hash_next(rows, lasts)
             rows = np.concatenate((np.repeat(run_rows, counts[runs]), rows))
@@ -57,12 +63,11 @@ class Publisher:
 
     def _hash_next(self, rows: np.ndarray, lasts: np.ndarray) -> list[bytes]:
         """Decodes that fill a block: one hash more for each, made together."""
-        table, tips, named = self._table, self._tips, rows.tolist()
+        table = self._table
         first_cells = rows * table.token_ids.shape[1] + (lasts - 1) * self._cache.base
         tokens = table.token_cells.take(first_cells[:, None] + self._offsets)
-        hashes = self._cache.extend_rows([tips[row] for row in named], tokens)
-        for row, link in zip(named, hashes, strict=True):
-            tips[row] = link
+        hashes = self._cache.extend_rows(self._tips[rows].tolist(), tokens)
+        self._tips[rows] = hashes
         self._num_hashes[rows] = lasts
         return hashes
 

@@ -42,12 +42,16 @@ class RecordKind(IntEnum):
     RESULT = 3
 
 
+_KINDS = frozenset(RecordKind)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
     """What a worker's tables are made from, and who made them.
 
     Units: max_model_len and max_num_batched_tokens tokens; num_blocks pool blocks, the null block included; depth steps
     issued and not settled; world_size ranks. version is rowcast's.
+    Raises: ValueError naming a number that is none, or below 1.
     """
 
     epoch: int
@@ -61,6 +65,21 @@ class Life:
     max_model_len: int
     num_blocks: int
     groups: tuple[KVGroupSpec, ...]
+
+    def __post_init__(self) -> None:
+        for name in (
+            "epoch",
+            "world_size",
+            "depth",
+            "vocab_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "num_blocks",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
 
     @classmethod
     def of(cls, scheduler: Scheduler, *, epoch: int, model: str, world_size: int) -> Life:
@@ -211,6 +230,11 @@ class Recording:
                         f"{self.path}: the record after {after} is damaged (header at byte {start})"
                     )
                 kind, sequence, length, crc = _FIELDS.unpack(fields)
+                if kind not in _KINDS:
+                    raise DamagedRecording(
+                        f"{self.path}: the record after {after} is of kind {kind}, which rowcast {__version__} does "
+                        "not know; replay it with the rowcast that wrote it"
+                    )
                 name = _name(kind, sequence)
                 payload = file.read(length)
                 if len(payload) < length:
@@ -220,7 +244,14 @@ class Recording:
                     raise DamagedRecording(
                         f"{self.path}: {name} is damaged (bytes {start + _HEADER_BYTES} to {file.tell()})"
                     )
-                yield _record(RecordKind(kind), sequence, payload)
+                try:
+                    record = _record(RecordKind(kind), sequence, payload)
+                except (TypeError, KeyError, AttributeError, ValueError) as error:
+                    raise DamagedRecording(
+                        f"{self.path}: {name} is not in the form that rowcast {__version__} reads ({error}); replay it "
+                        "with the rowcast that wrote it"
+                    ) from None
+                yield record
                 after = name
 
 

@@ -45,11 +45,6 @@ class StepRecord:
         held = table.generation[self.plan.batch.rows] == self.columns.generations
         return None if held.all() else held
 
-    def ran(self, row: int, generation: int) -> bool:
-        """Tell whether this step ran this occupant of a row."""
-        places = np.flatnonzero(self.plan.batch.rows == row)
-        return len(places) == 1 and int(self.columns.generations[places[0]]) == generation
-
 
 class Records:
     """Unsettled steps, oldest first."""
@@ -89,9 +84,13 @@ class Records:
         """Forget the oldest: its result is here."""
         return self._steps.popleft()
 
-    def num_of(self, row: int, generation: int) -> int:
-        """Count the unsettled steps that ran this occupant of a row."""
-        return sum(record.ran(row, generation) for record in self._steps)
+    def num_in_flight(self, table: RequestTable) -> np.ndarray:
+        """Count the unsettled steps that ran each row's present occupant: [max_num_seqs] int32."""
+        counts = np.zeros(len(table.live), np.int32)
+        for record in self._steps:
+            held, rows = record.held(table), record.plan.batch.rows
+            counts[rows if held is None else rows[held]] += 1
+        return counts
 
 
 def _columns(rows: np.ndarray, table: RequestTable) -> BatchColumns:

@@ -36,7 +36,7 @@ class Request:
     priority: small is urgent. user: who shares fairly with others. cache_salt: whose cached prefixes it may hit.
     generation: number of its latest admission, 0 before the first. A record names a row's occupant by it.
     num_in_flight: unsettled steps that ran it before it gave its row back; it is not resumed before they settled.
-    chain_root, hashes: its prefix-cache names, one a full base block of its tokens, as far as it asked for hits.
+    chain_root, hashes: its prefix-cache names, one a full base block of its tokens, as far as they were made.
     held_blocks: by KV group, what it still holds without a row (ENDING): to be named when its last step has settled.
     """
 

@@ -36,11 +36,16 @@ class SameSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SameWindow:
-    """The groups that see equally far; `spec` is any of them. num_returned [max_num_seqs] int32."""
+    """The groups that see equally far; `spec` is any of them.
+
+    Shapes: num_returned [max_num_seqs] int32; block_ids those of the groups' size, in which theirs stand at places [n].
+    """
 
     spec: KVGroupSpec
     groups: tuple[int, ...]
     num_returned: np.ndarray
+    block_ids: np.ndarray
+    places: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +108,13 @@ class RowBlocks:
             for group, spec in enumerate(self.groups)
             if (spec.kind, spec.window, spec.block_size) == (kind, window, block_size)
         )
+        size = next(same for same in self.sizes if same.block_size == block_size)
         return SameWindow(
             spec=self.groups[groups[0]],
             groups=groups,
             num_returned=np.zeros(self.max_num_seqs, np.int32),
+            block_ids=size.block_ids,
+            places=np.flatnonzero(np.isin(size.groups, groups)),
         )
 
     def most_growth(self, num_rows: int, run_counts: np.ndarray) -> int:
@@ -164,14 +172,9 @@ class RowBlocks:
         """ids [n, sum(counts)]: the first counts[0] of each line go to rows[0], ... Rows are unique."""
         if not len(rows):
             return
-        held = same.num_blocks
-        if ids.shape[1] == len(rows):  # one each: the steady case
-            same.block_ids[:, rows, held[rows]] = ids
-        else:
-            starts = np.cumsum(counts) - counts
-            places = np.arange(ids.shape[1]) - np.repeat(starts - held[rows], counts)
-            same.block_ids[:, np.repeat(rows, counts), places] = ids
-        held[rows] += counts
+        held = same.num_blocks[rows]
+        same.block_ids[:, *_cells_of_runs(rows, held, counts)] = ids
+        same.num_blocks[rows] = held + counts
 
     def seat(self, row: int, block_ids: Sequence[np.ndarray]) -> None:
         """Fill an empty row with the blocks of a prefix hit, by group; its null blocks count as returned."""
@@ -197,6 +200,9 @@ class RowBlocks:
 
     def row_tables(self, row: int) -> tuple[np.ndarray, ...]:
         """Copy what a row holds: each group's cells up to its count."""
+        if len(self.sizes) == 1:
+            same = self.sizes[0]
+            return tuple(same.block_ids[:, row, : same.num_blocks[row]].copy())
         return tuple(
             table[row, : held[row]].copy()
             for held, table in zip(self.num_blocks, self.block_ids, strict=True)
@@ -208,44 +214,55 @@ class RowBlocks:
         Shapes: rows, num_computed [n], settled tokens alone: a step in flight may still read further left.
         Returns: the ids taken out, None if there are none.
         """
-        taken: list[tuple[np.ndarray, np.ndarray]] = []
+        taken = []
         for same in self.windows:
             first = first_needed_block(same.spec, num_computed)
             old = same.num_returned[rows]
             moved = np.flatnonzero(first > old)
             if not len(moved):
                 continue
-            counts = first[moved] - old[moved]
-            moved_rows = np.repeat(rows[moved], counts)
-            starts = np.cumsum(counts) - counts
-            columns = np.arange(len(moved_rows)) - np.repeat(starts - old[moved], counts)
-            same.num_returned[rows[moved]] = first[moved]
-            for group in same.groups:
-                taken.append((self.block_ids[group][moved_rows, columns], columns))
-                self.block_ids[group][moved_rows, columns] = 0
-        if not taken:
-            return None
-        ids = np.concatenate([ids for ids, _ in taken])
-        return ids[np.argsort(-np.concatenate([columns for _, columns in taken]), kind="stable")]
+            runs = rows[moved], old[moved], first[moved] - old[moved]
+            same.num_returned[runs[0]] = first[moved]
+            moved_rows, columns = _cells_of_runs(*runs)
+            order = np.argsort(-columns)
+            cells = same.places[:, None], moved_rows[order], columns[order]
+            taken.append(same.block_ids[cells].T.ravel())
+            same.block_ids[cells] = 0
+        return np.concatenate(taken) if taken else None
 
     def release(self, rows: Sequence[int]) -> np.ndarray:
         """Empty rows and name what they held, row by row, the block that ends deepest first whichever its group."""
         if len(self.sizes) == 1:
             same = self.sizes[0]
-            width = int(same.num_blocks[rows].max())
-            held = same.block_ids[:, rows, :width]
+            held = same.block_ids[:, rows, : int(same.num_blocks[rows].max())]
             ids = held[:, :, ::-1].transpose(1, 2, 0).ravel()
             ids = ids[ids > 0]
-            same.block_ids[:, rows, :width] = 0
-            same.num_blocks[rows] = 0
         else:
             ids = np.concatenate([deepest_first(self.row_tables(row), self.groups) for row in rows])
-            for same in self.sizes:
-                same.block_ids[:, rows] = 0
-                same.num_blocks[rows] = 0
+        self.clear(rows)
+        return ids
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Empty rows."""
+        for same in self.sizes:
+            same.block_ids[:, rows, : int(same.num_blocks[rows].max())] = 0
+            same.num_blocks[rows] = 0
         for same in self.windows:
             same.num_returned[rows] = 0
-        return ids
+
+
+def _cells_of_runs(
+    rows: np.ndarray, first: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """List the cells (row, column) of runs of columns, one run a row: first[i], first[i] + 1, ... counts[i] of them.
+
+    Shapes: rows, first, counts [n], counts at least 1; returns two arrays [sum(counts)].
+    """
+    total = int(counts.sum())
+    if total == len(rows):  # one each: decodes
+        return rows, first
+    starts = np.cumsum(counts) - counts
+    return np.repeat(rows, counts), np.arange(total) - np.repeat(starts - first, counts)
 
 
 def deepest_first(tables: Sequence[np.ndarray], groups: Sequence[KVGroupSpec]) -> np.ndarray:

@@ -144,6 +144,7 @@ class Scheduler:
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._registry.enter(request)
         self._stops.add(request.params)
+        self.memory.prepare(request)
         self._seats.queue(request)
         if len(request.tokens) > request.num_prompt_tokens:
             code = self._stops.finish_code(request, int(request.tokens[-1]), len(request.tokens))
@@ -204,21 +205,11 @@ class Scheduler:
         if self._records:
             self._seats.free_rows_that_end()
         num_preemptions = self._seats.num_preemptions
-        while True:
-            previous = self._records.previous_plan(self.table)
-            share = share_budget(
-                self.table, self.waiting, budget, self._turn, self._cap(), previous
-            )
-            num_new_blocks = self._num_new_blocks(share)
-            if self.pool.can_allocate(num_new_blocks):
-                break
-            if not self.memory.reclaim():
-                self._seats.preempt(self.waiting.victim(self.table))
+        share, num_new_blocks = self._make_room(budget)
         admissions = None
         if share.left and self._seats.num_preemptions == num_preemptions and len(self.waiting):
             admissions, share = self._admit(share, num_new_blocks)
-            if admissions is not None:
-                previous = None
+        previous = self._records.previous_plan(self.table)
         plan = plan_step(self.table, share.run_rows, share.run_counts, share.paused_rows, previous)
         growth = self.blocks.growth(plan)
         if not plan.num_reqs and not self._seats.any_freed:
@@ -238,13 +229,29 @@ class Scheduler:
         self._issue(plan)
         return step
 
+    def _make_room(self, budget: int) -> tuple[Share, int]:
+        """Share the budget among running rows, and take blocks from others until those that run have theirs.
+
+        Returns: the share, and how many blocks its rows take of the pool (`_num_new_blocks`).
+        """
+        while True:
+            previous = self._records.previous_plan(self.table)
+            share = share_budget(
+                self.table, self.waiting, budget, self._turn, self._cap(), previous
+            )
+            num_new_blocks = self._num_new_blocks(share)
+            if self.pool.can_allocate(num_new_blocks):
+                return share, num_new_blocks
+            if not self.memory.reclaim():
+                self._seats.preempt(np.array([self.waiting.victim(self.table)]))
+
     def _cap(self) -> int:
         """Say how many tokens of one prompt a step runs at most: a lone request keeps nobody waiting."""
         cap = self.config.long_prefill_token_threshold
         return cap if cap and len(self._registry) > 1 else self.config.max_model_len
 
     def _num_new_blocks(self, share: Share) -> int:
-        """Count the blocks that running rows need in this step; 0 for so few that the pool has them in any case."""
+        """Count the blocks that running rows need in this step; 0 if the pool has them in any case and nobody waits."""
         table, most = self.table, self.blocks.most_growth(self.table.num_live, share.run_counts)
         if most <= self.pool.num_free and not len(self.waiting):
             return 0
@@ -281,7 +288,7 @@ class Scheduler:
             hits.append(offer.hit)
         if not admitted:
             return None, share
-        return admissions_of(admitted, hits), Share(
+        return admissions_of(self.table, admitted, hits), Share(
             run_rows=np.concatenate((share.run_rows, np.array(long_rows, np.int32))),
             run_counts=np.concatenate((share.run_counts, np.array(long_counts, np.int32))),
             paused_rows=share.paused_rows,
@@ -293,8 +300,8 @@ class Scheduler:
         self.waiting.served(self.table, plan)
         table, batch = self.table, plan.batch
         self._records.add(plan, table)
-        table.num_computed_tokens[batch.rows] += batch.num_scheduled_tokens
-        table.num_tokens[batch.rows] += batch.samples
+        table.num_computed_tokens[batch.places] += batch.num_scheduled_tokens
+        table.num_tokens[batch.places] += batch.samples
         self.num_steps += 1
         self.num_tokens_computed += batch.num_tokens
 
@@ -313,18 +320,15 @@ class Scheduler:
         self.digests.sampled(tokens)
         cached = self._outbox.take_cached()
         plan, held = record.plan, record.held(self.table)
-        rows, starts, ends = plan.batch.rows, plan.num_computed_tokens, plan.seq_lens
-        if held is not None:
-            rows, starts, ends = rows[held], starts[held], ends[held]
         if self.memory.caching:
-            self._seats.publisher.publish_rows(rows, starts, ends)
-        version = self.table.version
+            self._seats.publisher.publish_step(plan, held)
         columns = self._append(record, held, tokens)
         if self.blocks.windows:
-            if self.table.version != version:  # some have ended, and all of theirs is back
-                running = self.table.live[rows]
-                rows, ends = rows[running], ends[running]
-            self.memory.return_unseen(rows, ends)
+            running = record.held(
+                self.table
+            )  # without those that have ended since: all of theirs is back
+            some = slice(None) if running is None else running
+            self.memory.return_unseen(plan.batch.rows[some], plan.seq_lens[some])
         late = [] if held is None else self._settle_late(tokens, record, np.flatnonzero(~held))
         return self._deliver(columns, late, cached)
 
@@ -335,18 +339,20 @@ class Scheduler:
     def _append(self, record: StepRecord, held: np.ndarray | None, tokens: np.ndarray) -> Columns:
         """Append a token to each row that sampled and is held still, and end those that it ends."""
         table, batch, of_batch = self.table, record.plan.batch, record.columns
-        rows, places = batch.rows, record.plan.seq_lens  # whoever samples has computed all it had
+        rows, places = batch.rows, batch.places
+        lengths = record.plan.seq_lens  # before: whoever samples has computed all it had
         front_index, numbers = of_batch.front_index, of_batch.numbers
         end_len, first_cells = of_batch.end_len, of_batch.first_cells
         if held is not None or not batch.all_sample:
             keep = batch.samples if held is None else batch.samples & held
-            rows, places, tokens = rows[keep], places[keep], tokens[keep]
+            rows, lengths, tokens = rows[keep], lengths[keep], tokens[keep]
+            places = rows
             front_index, numbers = front_index[keep], numbers[keep]
             end_len, first_cells = end_len[keep], first_cells[keep]
-        table.token_cells[first_cells + places] = tokens
-        lengths = places + 1
-        table.num_settled_tokens[rows] = lengths
-        codes = np.zeros(len(rows), np.int8)
+        table.token_cells[first_cells + lengths] = tokens
+        lengths = lengths + 1
+        table.num_settled_tokens[places] = lengths
+        codes = np.zeros(len(tokens), np.int8)
         suspects = self._stops.suspect[tokens] | (lengths >= end_len)
         ended = []
         for entry in np.flatnonzero(suspects).tolist():
@@ -362,24 +368,19 @@ class Scheduler:
         self, tokens: np.ndarray, record: StepRecord, batch_indices: np.ndarray
     ) -> list[Entry]:
         """Append tokens whose request has left its row since; those whose request has ended are dropped."""
-        entries = []
-        plan = record.plan
-        for batch_index in batch_indices.tolist():
-            request = self._seats.settle_late(
-                int(record.columns.generations[batch_index]),
-                int(plan.num_computed_tokens[batch_index]),
-                int(plan.seq_lens[batch_index]),
-            )
-            if request is None:
-                continue
-            if not plan.samples[batch_index]:
+        entries, ended = [], []
+        for batch_index, request in self._seats.settle_late(record, batch_indices):
+            if not record.plan.samples[batch_index]:
                 continue
             token = int(tokens[batch_index])
-            request.tokens = np.append(request.tokens, np.int32(token))
-            code = self._stops.finish_code(request, token, len(request.tokens))
-            if code is not FinishCode.RUNNING:
-                self._end([request])
+            code = self._stops.finish_code(request, token, len(request.tokens) + 1)
+            if code is FinishCode.RUNNING:
+                request.tokens = np.append(request.tokens, np.int32(token))
+            else:
+                ended.append(request)
             entries.append((request.front_index, request.number, token, code))
+        if ended:
+            self._end(ended)
         return entries
 
     def _deliver(
@@ -398,8 +399,8 @@ class Scheduler:
         have, tokens in flight too.
         """
         if preempt_running:
-            for row in np.flatnonzero(self.table.live).tolist():
-                self._seats.preempt(row)
+            if self.table.num_live:
+                self._seats.preempt(np.flatnonzero(self.table.live))
             while self.memory.reclaim():
                 pass
         return self.cache.reset()

@@ -14,7 +14,7 @@ import numpy as np
 from .kv_memory import KVMemory, Offer
 from .policy import Policy
 from .publishing import Publisher
-from .records import Records
+from .records import Records, StepRecord
 from .request import Request, RequestStatus, RequestTable
 
 
@@ -84,42 +84,46 @@ class Seats:
             elif request.status is RequestStatus.WAITING:
                 self._waiting.remove(request)
             self._waiting.leave(self._table, request)
-            if self._detached.pop(request.generation, None) is not None:
-                self._memory.let_go(request)
+            self._detached.pop(request.generation, None)
             request.status = RequestStatus.FINISHED
+        self._memory.let_go(requests)
         if rows:
             self._memory.release(rows)
             self._vacate(rows)
 
     def free_rows_that_end(self) -> None:
         """Take back rows whose token in flight is their last by length; that token is delivered when it comes."""
-        for row in np.flatnonzero(self._table.num_tokens >= self._table.end_len).tolist():
-            self._detach(row, RequestStatus.ENDING)
+        rows = np.flatnonzero(self._table.num_tokens >= self._table.end_len)
+        if len(rows):
+            self._detach(rows, RequestStatus.ENDING)
 
-    def preempt(self, row: int) -> None:
-        """Take row and blocks from a running request and queue it again with the tokens it has."""
-        request = self._detach(row, RequestStatus.WAITING)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting.add(request)
+    def preempt(self, rows: np.ndarray) -> None:
+        """Take row and blocks from running requests and queue them again with the tokens they have."""
+        for request in self._detach(rows, RequestStatus.WAITING):
+            request.num_preemptions += 1
+            self._waiting.add(request)
+        self.num_preemptions += len(rows)
 
-    def _detach(self, row: int, status: RequestStatus) -> Request:
-        """Take a row back before the steps that ran it have settled; their tokens still belong to its request.
+    def _detach(self, rows: np.ndarray, status: RequestStatus) -> list[Request]:
+        """Take rows back before the steps that ran them have settled; their tokens still belong to their requests.
 
         A request that is ENDING keeps its blocks until then, so that they can be published.
         """
-        request = self._table.occupant(row)
-        request.num_in_flight = self._records.num_of(row, request.generation)
-        if request.num_in_flight:
-            self._detached[request.generation] = request
+        table, named = self._table, rows.tolist()
+        requests = [table.occupant(row) for row in named]
+        num_in_flight = self._records.num_in_flight(table)[rows].tolist()
+        for request, count in zip(requests, num_in_flight, strict=True):
+            request.num_in_flight = count
+            request.status = status
+            if count:
+                self._detached[request.generation] = request
+            table.save_tokens(request.row)
         if status is RequestStatus.ENDING and self._memory.caching:
-            self._memory.hold(row, request)
+            self._memory.hold(named, requests)
         else:
-            self._memory.release([row])
-        self._table.save_tokens(row)
-        self._vacate([row])
-        request.status = status
-        return request
+            self._memory.release(named)
+        self._vacate(named)
+        return requests
 
     def _vacate(self, rows: list[int]) -> None:
         self._table.vacate(rows)
@@ -127,18 +131,30 @@ class Seats:
         for row in rows:
             heapq.heappush(self._free, row)
 
-    def settle_late(self, generation: int, start: int, end: int) -> Request | None:
-        """Settle a step of an occupant that has left its row since: it computed the tokens start .. end.
+    def settle_late(
+        self, record: StepRecord, batch_indices: np.ndarray
+    ) -> list[tuple[int, Request]]:
+        """Settle a step of occupants that have left their rows since.
 
-        Returns: its request, None if that has ended.
+        Returns: those whose requests have not ended, as (batch_index, request).
         """
-        request = self._detached.get(generation)
-        if request is None:
-            return None
-        if request.held_blocks:
-            self.publisher.publish_held(request, start, end)
-        request.num_in_flight -= 1
-        if not request.num_in_flight:
-            del self._detached[generation]
-            self._memory.let_go(request)
-        return request
+        late, last = [], []
+        columns = (
+            batch_indices,
+            record.columns.generations[batch_indices],
+            record.plan.num_computed_tokens[batch_indices],
+            record.plan.seq_lens[batch_indices],
+        )
+        for batch_index, generation, start, end in zip(*(c.tolist() for c in columns), strict=True):
+            request = self._detached.get(generation)
+            if request is None:
+                continue
+            if request.held_blocks:
+                self.publisher.publish_held(request, start, end)
+            request.num_in_flight -= 1
+            if not request.num_in_flight:
+                del self._detached[generation]
+                last.append(request)
+            late.append((batch_index, request))
+        self._memory.let_go(last)
+        return late

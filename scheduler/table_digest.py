@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 
@@ -21,7 +22,9 @@ _PERIOD = 16  # a row's stored values are folded in one of this many steps
 _MASK = 2**64 - 1
 _CHAIN = 0x9E3779B97F4A7C15  # odd: what a step folds never loses a difference that an earlier one brought in
 _BYTES = 0xAEF17502108EF2D9
-_all_weights = np.empty(0, np.uint64)
+_HELD = np.uint64(0xD1342543DE82EF95)
+_NO_WORDS = np.empty(0, np.uint64)
+_all_weights = _NO_WORDS
 
 
 class RowColumns:
@@ -59,10 +62,10 @@ class TableDigest:
     `end` with the bytes of its frame; `sampled` with its tokens as soon as they are known, in step order.
 
     Folded in each step: the frame; index_mapping; query_start_loc; the tokens of step - depth; of all rows lengths,
-    sampling params, seed and how many blocks they hold; and of the rows `i` with `i % 16 == step % 16` the token ids
-    that both sides must know by now, and the ids of the blocks that attention may still read. One value that differs
+    sampling params and seed; and of the rows `i` with `i % 16 == step % 16` the token ids that both sides must know by
+    now, how many blocks they hold, and the ids of those that attention may still read. One value that differs
     always changes the digest of its step, and so of every later one; several that differ do, but for chances of about
-    2**-59.
+    2**-59, and 2**-32 within a frame's bytes.
 
     What it cannot tell: with two ranks, whether rank 0 reported (and stored) a token that it did not sample. The
     scheduler knows rank 0's word alone, so rank 1 is the one that differs then. With three and more, all others differ.
@@ -87,8 +90,6 @@ class TableDigest:
     ) -> None:
         self._depth = depth
         self._columns = columns.words
-        first_of_size = {spec.block_size: group for group, spec in reversed([*enumerate(groups)])}
-        self._num_blocks = [num_blocks[group] for group in first_of_size.values()]
         max_num_seqs = len(token_ids)
         self._parts = [
             _RowPart(
@@ -111,13 +112,12 @@ class TableDigest:
         A rank compares it before the step's first collective: a rank that runs another batch than the others, or
         samples it by other rules, would leave them waiting for a message of another size.
         """
-        batch = plan.batch
-        lists = [batch.index_mapping, batch.query_start_loc, *self._num_blocks]
+        # A lasting batch too is folded anew in every step: it may have gone wrong where it lies.
+        self._add(_sum_of_integers(plan.batch.index_mapping))
+        self._add(_sum_of_integers(plan.batch.query_start_loc))
         if self._step >= self._depth and self._sampled:
-            lists.append(self._sampled.popleft())
-        self._add(len(batch.index_mapping))
-        self._add(_fold(np.concatenate(lists).tobytes()))
-        self._add(int(np.dot(self._columns, _weights(len(self._columns)))))
+            self._add(_sum_of_integers(self._sampled.popleft()))
+        self._add(_sum(self._columns))
         if (part := self._step % _PERIOD) < len(self._parts):
             self._add(self._parts[part].fold(self._depth))
         self._step += 1
@@ -125,7 +125,7 @@ class TableDigest:
 
     def end(self, frame: bytes) -> int:
         """Fold the frame's bytes; returns this step's digest, in [0, 2**64)."""
-        self._add(_fold(frame))
+        self._add(len(frame) * _BYTES + crc32(frame))
         return self._value
 
     def sampled(self, tokens: np.ndarray) -> None:
@@ -153,9 +153,9 @@ class _RowPart:
     ) -> None:
         part = slice(rows.start, rows.stop, rows.step)
         self._num_rows = len(rows)
+        self._live = columns.live[part]
         self._num_tokens = columns.num_tokens[part]
         self._num_computed = columns.num_computed_tokens[part]
-        self._num_prompt = columns.num_prompt_tokens[part]
         # Two ids are summed as one word, where a row is a whole number of words.
         ids_per_word = 1 if token_ids.shape[1] % 2 else 2
         self._ids_per_word = ids_per_word
@@ -172,7 +172,7 @@ class _RowPart:
         self._blocks = [
             (
                 groups[same[0]],
-                num_blocks[same[0]][part],
+                num_blocks[same[0]][part].view(np.uint32),
                 [block_ids[group][part].view(np.uint32) for group in same],
             )
             for same in alike.values()
@@ -183,47 +183,55 @@ class _RowPart:
         sums = self._sums_of_tokens(depth)
         for index, of_blocks in enumerate(self._blocks):
             sums += self._sums_of_blocks(*of_blocks) * _weights(index + 40)[-1]
-        return int(np.dot(sums, _weights(self._num_rows)))
+        return _sum(sums)
 
     def _sums_of_tokens(self, depth: int) -> np.ndarray:
         """[n] uint64, over the token ids that both sides know."""
         longest = max(0, int(self._num_tokens.max()))
         words = self._token_words[:, : -(-longest // self._ids_per_word)]
         sums = np.dot(words.astype(np.uint64, copy=False), _weights(words.shape[1]))
-        # The last depth - 1 outputs of a row may be known to the workers alone: taken out again.
+        # The last depth - 1 tokens of a row may be known to the workers alone: taken out again. Where a prompt's last
+        # token is among them it is folded once an output follows it.
         for back in range(1, depth):
             places = self._num_tokens - back
             ids = self._all_ids.take(self._row_starts + places, mode="clip")
-            weights = self._id_weights.take(places, mode="clip")
-            weights *= places >= self._num_prompt  # a prompt is known whole
-            sums -= ids * weights
+            sums -= ids * self._id_weights.take(places, mode="clip")
         return sums
 
     def _sums_of_blocks(
         self, spec: KVGroupSpec, held: np.ndarray, block_ids: list[np.ndarray]
     ) -> np.ndarray:
-        """[n] uint64, over the block ids of all groups that see alike."""
-        width = min(max(0, int(held.max())), block_ids[0].shape[1])
-        if len(block_ids) == 1:
-            cells = block_ids[0][:, :width].astype(np.uint64)
-        else:
-            cells = np.concatenate([ids[:, :width] for ids in block_ids]).astype(np.uint64)
-            cells = cells.reshape(len(block_ids), self._num_rows, width)
+        """[n] uint64, over the count and the ids of the blocks of all groups that see alike."""
+        start, width = 0, min(max(0, int(held.max())), block_ids[0].shape[1])
+        first = None
         if spec.kind is not AttentionKind.FULL:
             first = first_needed_block(spec, self._num_computed)
-            cells *= np.arange(width) >= first[:, None]
-        sums = np.dot(cells, _weights(width))
-        return sums if len(block_ids) == 1 else np.dot(_weights(len(sums)), sums)
+            # What no live row sees any more is most of a long row: left out before it is read.
+            start = int(np.where(self._live, first, width).min(initial=width))
+        cells = block_ids[0][:, start:width]
+        if len(block_ids) > 1:
+            cells = np.concatenate([ids[:, start:width] for ids in block_ids])
+            cells = cells.reshape(len(block_ids), self._num_rows, -1)
+        if first is not None:
+            cells = cells * (np.arange(start, width) >= first[:, None])
+        sums = np.dot(cells.astype(np.uint64), _weights(width)[start:])
+        if len(block_ids) > 1:
+            sums = np.dot(_weights(len(sums)), sums)
+        return sums + held * _HELD
 
 
-def _fold(data: bytes) -> int:
-    """Any difference of length or content gives another number, not reduced."""
-    count = len(data) // 8
-    weights = _weights(count + 1)
-    total = len(data) * _BYTES + int.from_bytes(data[8 * count :], "little") * int(weights[count])
-    if count:
-        total += int(np.dot(np.frombuffer(data, np.uint64, count), weights[:count]))
+def _sum_of_integers(values: np.ndarray) -> int:
+    """Values [n] int32; another count of them gives another number too."""
+    count = len(values)
+    total = count * _BYTES + _sum(values[: count & ~1].view(np.uint64))
+    if count & 1:
+        total += int(values[-1]) * int(_weights(count)[-1])
     return total
+
+
+def _sum(words: np.ndarray) -> int:
+    """Words [n] uint64, each by its own weight."""
+    return int(np.dot(words, _weights(len(words))))
 
 
 def _weights(count: int) -> np.ndarray:

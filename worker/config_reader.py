@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
+
+_TOO_LARGE = 2**31  # for any size of a model
 
 
 class ConfigReader:
@@ -24,6 +26,8 @@ class ConfigReader:
             raise ValueError(
                 f"{self.where}: {key} must be an integer, at least {least}, got {_got(value)}"
             )
+        if value >= _TOO_LARGE:
+            raise ValueError(f"{self.where}: {key} must be below 2**31, got {short(value)}")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -95,7 +99,11 @@ def _got(value: Any) -> str:
 
 
 def _is_positive(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value <= sys.float_info.max
+    )
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

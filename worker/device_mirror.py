@@ -97,6 +97,13 @@ class DeviceMirror:
             self._flat.index_put_((device_offsets,), device_values)
         return tuple(sent)
 
+    def write_tokens(self, rows: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Append sampled tokens on the device, where the next step reads them: the host may see them later.
+
+        Shapes: all [n] on the device: rows and places (positions) integer, tokens int32.
+        """
+        self.token_ids.index_put_((rows.long(), places.long()), tokens)
+
     def _changed_cells(self) -> tuple[np.ndarray, np.ndarray]:
         """Offsets [n] int64 into the flat tensor and the newest values [n] int32 of every cell noted since last time.
 

@@ -183,6 +183,16 @@ class InputBuilder:
             sample_batch_indices=tensors[2],
         )
 
+    def append_tokens(self, batch: InputBatch, tokens: torch.Tensor) -> None:
+        """Let the next step find the tokens that this one sampled, where its kernels read a mirror.
+
+        Shapes: tokens [num_sampling] int32 on the device. Call it before the next build.
+        """
+        if isinstance(self.tables, DeviceMirror):
+            rows = batch.index_mapping.index_select(0, batch.sample_batch_indices)
+            places = batch.seq_lens.index_select(0, batch.sample_batch_indices)
+            self.tables.write_tokens(rows, places, tokens)
+
     def _views_of(self, batch: Batch, padded_reqs: int, padded_tokens: int) -> _Views:
         """Everything of a step that depends on its batch alone."""
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens

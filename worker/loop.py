@@ -6,6 +6,7 @@ carries out a step. A rank that meets anything wrong says so once and stops; it 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 from ..scheduler.messages import (
@@ -24,31 +25,52 @@ from ..scheduler.messages import (
 )
 
 _MAX_REASON = 2_000
+_LOOK_S = 0.001  # while a step runs on a device and its successor is not here: steps take longer, frames come sooner
+
+
+class Pending(Protocol):
+    """A step that was launched on a device."""
+
+    def ready(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for it. Called once, in step order."""
+        ...
 
 
 class Executor(Protocol):
     """What carries out a step: `ModelRunner`, or a fake in tests."""
 
-    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
-        """Carry out a step; frame is the message that brought it, for the digest."""
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult | Pending:
+        """Carry out a step, or launch it; frame is the message that brought it, for the digest."""
         ...
 
 
 class WorkerLoop:
     """One rank's loop over one life (epoch) of the worker group.
 
-    Frames of an older epoch are dropped and counted in `dropped_frames`; `sequence` is that of the last frame taken.
+    Frames of an older epoch are dropped and counted in `dropped_frames`; `sequence` is that of the last frame taken,
+    `done` that of the last one carried out. Other threads may read them. depth: as the scheduler's.
     """
 
-    def __init__(self, executor: Executor, channel: Channel, *, rank: int, epoch: int) -> None:
+    def __init__(
+        self, executor: Executor, channel: Channel, *, rank: int, epoch: int, depth: int = 2
+    ) -> None:
         self._executor = executor
         self._channel = channel
         self.rank = rank
         self.epoch = epoch
+        self._depth = depth
         self.sequence = 0
+        self.done = 0
         self.dropped_frames = 0
         self.stopped = False
         self._sequence_seen = 0  # of the frame in hand, for the error report
+        self._pending: deque[tuple[int, Pending]] = (
+            deque()
+        )  # launched steps by sequence, oldest first
 
     def run(self) -> None:
         """Serve until told to stop. Raises whatever stopped it otherwise, after reporting it."""
@@ -58,22 +80,38 @@ class WorkerLoop:
     def turn(self, timeout_s: float | None) -> bool:
         """Take one frame, waiting at most timeout_s (None: as long as it takes); False when none came.
 
+        While a step is under way on a device the turn waits for the next frame, to launch it behind that step, or for
+        the step's end, whichever comes first; with timeout_s 0, for its end.
+
         Raises: ProtocolError for a frame that does not belong here, or what the executor raised. Either was reported to
             the scheduler in one sentence first, and the loop is over.
         """
         if self.stopped:
             return False
-        message = self._channel.receive(timeout_s)
-        if message is None:
+        message = self._next_message(timeout_s)
+        if message is None and not self._pending:
             return False
         self._sequence_seen = self.sequence
         try:
-            self._take(decode_frame(message), message)
+            if message is None:
+                self._finish_oldest()
+            else:
+                self._take(decode_frame(message), message)
         except Exception as error:
             self.stopped = True
             self._report(error)
             raise
         return True
+
+    def _next_message(self, timeout_s: float | None) -> bytes | None:
+        if not self._pending:
+            return self._channel.receive(timeout_s)
+        message = self._channel.receive(0)
+        if timeout_s == 0 or len(self._pending) >= self._depth:
+            return message
+        while message is None and not self._pending[0][1].ready():
+            message = self._channel.receive(_LOOK_S)
+        return message
 
     def _take(self, frame: Frame, message: bytes) -> None:
         if frame.epoch < self.epoch:
@@ -98,16 +136,31 @@ class WorkerLoop:
         self.sequence = frame.sequence
         body = frame.body
         if isinstance(body, SchedulerOutput):
-            result = self._executor.execute(body, message)
-            if self.rank == 0:
-                self._channel.send(encode_result(result, epoch=self.epoch, sequence=frame.sequence))
+            outcome = self._executor.execute(body, message)
+            if isinstance(outcome, StepResult):
+                self._deliver(frame.sequence, outcome)
+            else:
+                self._pending.append((frame.sequence, outcome))
         elif body is ControlOperation.STOP:
+            while self._pending:
+                self._finish_oldest()
             self.stopped = True
+            self.done = frame.sequence
             self._channel.send(
                 encode_bye(epoch=self.epoch, sequence=frame.sequence, rank=self.rank)
             )
         else:
             raise ProtocolError(f"{frame.kind.name.lower()} frames are not supported yet")
+
+    def _finish_oldest(self) -> None:
+        sequence, step = self._pending.popleft()
+        self._sequence_seen = sequence
+        self._deliver(sequence, step.result())
+
+    def _deliver(self, sequence: int, result: StepResult) -> None:
+        if self.rank == 0:
+            self._channel.send(encode_result(result, epoch=self.epoch, sequence=sequence))
+        self.done = sequence
 
     def _report(self, error: Exception) -> None:
         """Send the one error report. A channel that cannot carry it must not hide what went wrong."""

@@ -5,11 +5,13 @@ Owns the order of start (load, allocate, warm up) and of a step. The parts are i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from ..scheduler.agreement import StepPlan
 from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.messages import SchedulerOutput, StepResult
 from .backend import Backend, select_backend
@@ -23,11 +25,41 @@ from .model_config import ModelConfig
 from .models.decoder import Decoder, load_decoder
 from .models.weights import Checkpoint
 from .parallel import TensorParallelGroup
-from .sampler.sampler import Sampler
-from .sampling_inputs import adjustments, sampling_rows
+from .sampler.adjustments import Adjustments
+from .sampler.sampler import Choice, Sampler
+from .sampling_inputs import adjustments, needs_tokens, sampling_rows
 from .sharding import check_tensor_parallel_size, shard_of_rank, vocab_rows_of_ranks
 from .state import WorkerState
 from .warm_up import warm_up_steps
+
+
+class PendingStep:
+    """A step that was launched; its tokens may still be on the device."""
+
+    def __init__(self, state: WorkerState, plan: StepPlan, choice: Choice | None) -> None:
+        self._state = state
+        self._plan = plan
+        self._choice = choice
+        self._result: StepResult | None = None
+
+    def ready(self) -> bool:
+        """Whether the tokens are here."""
+        return self._choice is None or self._choice.ready()
+
+    def result(self) -> StepResult:
+        """Wait for the tokens and take them into the tables, in step order; asked again, the same.
+
+        Raises: RuntimeError if the scores were NaN.
+        """
+        if self._result is not None:
+            return self._result
+        tokens, digests = np.full(self._plan.num_reqs, -1, np.int32), b""
+        if self._choice is not None:
+            sampled = self._choice.fetch()
+            tokens[self._plan.samples], digests = sampled.tokens, sampled.digests
+        self._state.take_tokens(tokens)
+        self._result = StepResult(tokens=tokens, digests=digests)
+        return self._result
 
 
 class ModelRunner:
@@ -69,6 +101,7 @@ class ModelRunner:
         self._cache: KVCache | None = None
         self._state: WorkerState | None = None
         self._inputs: InputBuilder | None = None
+        self._under_way: deque[PendingStep] = deque(maxlen=config.depth)
 
     def load(self, progress: Callable[[float], None] | None = None) -> None:
         """Read this rank's shard; progress is called with the share done."""
@@ -143,7 +176,7 @@ class ModelRunner:
         """Run every kind of step once, so that nothing is compiled or first touched while serving; then forget them."""
         assert self._cache is not None, "call allocate first"
         for step in warm_up_steps(self.config, self.group_specs, self._cache.num_blocks):
-            self.execute(step, b"")
+            finish(self.execute(step, b""))
         with torch.inference_mode():
             self._cache.clear()
         self._reset_tables()
@@ -154,8 +187,11 @@ class ModelRunner:
         assert self._state is not None, "call allocate first"
         return self._state
 
-    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult | PendingStep:
         """Apply one step and sample; every rank returns the same tokens, and all ranks' digests if it sampled any.
+
+        With a device mirror the tokens are written there, for the next step to read, and the result may be fetched
+        after that step was launched; on a CPU it is there at once.
 
         frame: the message that brought the step; the digest covers it.
 
@@ -169,29 +205,43 @@ class ModelRunner:
         assert cache is not None, "call allocate first"
         plan = state.apply(step)
         digest = state.digests.end(frame)
-        digests_of_ranks = b""
-        tokens = np.full(plan.num_reqs, -1, np.int32)
+        choice = None
         if plan.num_reqs:
             with torch.inference_mode():
                 batch = inputs.build(plan)
                 hidden = decoder.forward(batch, cache, self._backend)
                 if len(batch.logits_indices):
                     logits = decoder.logits(hidden, batch.logits_indices)
-                    sampled = sampler.sample(
+                    choice = sampler.choose(
                         logits,
                         sampling_rows(state.requests, plan),
-                        adjustments(state.requests, plan),
+                        self._adjustments(plan),
                         digest=digest,
                     )
-                    tokens[plan.samples] = sampled.tokens
-                    digests_of_ranks = sampled.digests
-        state.commit(plan, tokens)
-        return StepResult(tokens=tokens, digests=digests_of_ranks)
+                    inputs.append_tokens(batch, choice.tokens)
+        state.advance(plan)
+        pending = PendingStep(state, plan, choice)
+        if not self._backend.uses_mirror:
+            return pending.result()
+        self._under_way.append(pending)
+        return pending
+
+    def _adjustments(self, plan: StepPlan) -> Adjustments | None:
+        """What rows ask for that depends on their outputs needs all of them on the host: the device is waited for."""
+        if needs_tokens(self.state.requests):
+            for step in self._under_way:
+                step.result()
+        return adjustments(self.state.requests, plan)
 
     def close(self) -> None:
         """Give up the pool and the weights, and leave the group."""
         self._decoder = self._sampler = self._cache = self._inputs = self._state = None
         self._parallel.close()
+
+
+def finish(outcome: StepResult | PendingStep) -> StepResult:
+    """The result of a step, waited for if need be."""
+    return outcome.result() if isinstance(outcome, PendingStep) else outcome
 
 
 def _dtype(name: str, config: ModelConfig, device: torch.device, backend: Backend) -> torch.dtype:

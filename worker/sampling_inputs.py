@@ -25,9 +25,14 @@ def sampling_rows(requests: RequestStates, plan: StepPlan) -> SamplingRows:
     )
 
 
+def needs_tokens(requests: RequestStates) -> bool:
+    """Whether some row's adjustments read its outputs, so that all of them must be in the table."""
+    return bool(requests.features or requests.penalized)
+
+
 def adjustments(requests: RequestStates, plan: StepPlan) -> Adjustments | None:
     """What few rows ask for beside them; None, and no row is looked at, if nobody asks for anything."""
-    if not requests.features and not requests.penalized:
+    if not needs_tokens(requests):
         return None
     rows = plan.index_mapping[plan.samples]
     # Who samples has computed all it had: the sampled token's position is the number of its tokens.

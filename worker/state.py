@@ -6,6 +6,7 @@ against them. Builds no tensors (`input_batch.py`) and needs no torch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,11 @@ class WorkerState:
         )
         self.changes: TableChanges | None = None
         self._flat_tokens = self.requests.token_ids.reshape(-1)
-        self._previous: StepPlan | None = None  # the latest step that was committed
+        self._previous: StepPlan | None = None  # the latest step that was advanced
+        # Steps whose tokens are to come, oldest first, and how many moves (frees and admissions) were made by then.
+        self._awaited: deque[tuple[StepPlan, int]] = deque()
+        self._num_moves = 0
+        self._moved_at = np.zeros(max_num_seqs, np.int64)  # by row, the number of its latest move
 
     @property
     def max_num_seqs(self) -> int:
@@ -142,30 +147,50 @@ class WorkerState:
 
         Shapes: tokens [num_reqs] int32, -1 where the row did not sample; kept for the digest, so not to be changed.
         """
-        assert len(tokens) == plan.num_reqs, (len(tokens), plan.num_reqs)
-        self.digests.sampled(tokens)
+        self.advance(plan)
+        if self.changes is not None:
+            batch, rows, places = plan.batch, plan.batch.rows, plan.seq_lens
+            if not batch.all_sample:
+                rows, places = rows[batch.samples], places[batch.samples]
+            self.changes.add(table_changes.TOKEN_IDS, rows, places)
+        self.take_tokens(tokens)
+
+    def advance(self, plan: StepPlan) -> None:
+        """Count a step whose tokens the host has not seen: they come by `take_tokens`, in step order.
+
+        The device has them already: no changed cell is noted for them.
+        """
         requests, batch = self.requests, plan.batch
-        rows, seq_lens = batch.rows, plan.seq_lens
+        rows = batch.rows
         # Added to, not set from the plan: a count that has gone wrong stays wrong, and is found by its digest.
-        requests.num_computed_tokens[rows] += batch.num_scheduled_tokens
+        requests.num_computed_tokens[batch.places] += batch.num_scheduled_tokens
         if self.changes is not None:
             self.changes.add(table_changes.NUM_COMPUTED_TOKENS, rows)
-        if not batch.all_sample:
-            rows, seq_lens, tokens = (
-                rows[batch.samples],
-                seq_lens[batch.samples],
-                tokens[batch.samples],
-            )
-        if len(tokens):
-            highest = int(tokens.view(np.uint32).max())  # a negative one is very high
-            assert highest < self.vocab_size, (highest, self.vocab_size)
-        # A row that samples has computed all it had, so its token's position is its length now. Its place is counted
-        # through the flat table: a pair of indices takes NumPy twice as long.
-        self._flat_tokens[rows * self.max_model_len + seq_lens] = tokens
-        requests.num_tokens[rows] += 1
-        if self.changes is not None:
-            self.changes.add(table_changes.TOKEN_IDS, rows, seq_lens)
+        requests.num_tokens[batch.places if batch.all_sample else rows[batch.samples]] += 1
+        self._awaited.append((plan, self._num_moves))
         self._previous = plan
+
+    def take_tokens(self, tokens: np.ndarray) -> None:
+        """Write the tokens of the oldest step that was advanced, as for `commit`.
+
+        A row that another request got since, or nobody holds any more, keeps what it has.
+        """
+        plan, num_moves = self._awaited.popleft()
+        assert len(tokens) == plan.num_reqs, (len(tokens), plan.num_reqs)
+        self.digests.sampled(tokens)
+        batch, rows, places = plan.batch, plan.batch.rows, plan.seq_lens
+        if not batch.all_sample:
+            rows, places, tokens = rows[batch.samples], places[batch.samples], tokens[batch.samples]
+        if not len(tokens):
+            return
+        highest = int(tokens.view(np.uint32).max())  # a negative one is very high
+        assert highest < self.vocab_size, (highest, self.vocab_size)
+        if num_moves != self._num_moves:
+            stays = self._moved_at[rows] <= num_moves
+            rows, places, tokens = rows[stays], places[stays], tokens[stays]
+        # A row that samples had computed all it had, so its token's position is its length then. Its place is counted
+        # through the flat table: a pair of indices takes NumPy twice as long.
+        self._flat_tokens[rows * self.max_model_len + places] = tokens
 
     # ---------------------------------------------------------------- checking
 
@@ -210,7 +235,12 @@ class WorkerState:
 
     # ---------------------------------------------------------------- changing
 
+    def _note_move(self, rows: np.ndarray) -> None:
+        self._num_moves += 1
+        self._moved_at[rows] = self._num_moves
+
     def _free(self, rows: np.ndarray) -> None:
+        self._note_move(rows)
         self.requests.remove(rows)
         self.block_tables.remove(rows)
         if self.changes is not None:
@@ -220,6 +250,7 @@ class WorkerState:
 
     def _admit(self, admissions: Admissions) -> None:
         rows = admissions.rows
+        self._note_move(rows)
         self.requests.add(admissions)
         for size, same in enumerate(self.block_tables.sizes):
             counts = admissions.num_blocks[same.groups[0]]

@@ -36,7 +36,7 @@ from ...scheduler.scheduler import Scheduler
 from ...worker.backend import select_backend
 from ...worker.input_batch import InputBuilder
 from ...worker.state import WorkerState
-from ..config import MAX_NUM_SEQS
+from ..config import MAX_NUM_SEQS, check_tables_fit
 from .invariants import check_pool, check_queues, check_tables
 from .kv_memory import gemma_groups
 from .throughput import machine, versions
@@ -103,7 +103,8 @@ class ControlPlane:
         rows = len(prompt_lens)
         groups = gemma_groups(block_size, kv_groups)
         max_model_len = int(max(prompt_lens.max(), _CHURN_PROMPT)) + max_steps + 1
-        max_tokens = max(prefill_tokens, rows + churn * _CHURN_PROMPT)
+        # Those that decode already take nothing from the prompts: the prefill is as short as max_steps counts on.
+        max_tokens = rows + max(prefill_tokens, churn * _CHURN_PROMPT)
         num_blocks = 1 + rows * kv_groups * blocks_needed(max_model_len, block_size)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -249,9 +250,14 @@ class ControlPlane:
             self._ended.extend(delivered.numbers[delivered.finish_codes != 0].tolist())
 
     def check(self) -> None:
-        """Both sides hold the same rows, tokens and blocks: a fast step that got them wrong measures nothing."""
+        """Both sides hold the same rows, tokens and blocks: a fast step that got them wrong measures nothing.
+
+        And nobody ended but by churn: fewer rows than asked for are faster.
+        """
         while self._sent:
             self._settle()
+        there, rows = self._scheduler.num_unfinished, self._state.max_num_seqs
+        assert there >= rows, f"{there} requests are left of {rows}"
         check_queues(self._scheduler)
         check_pool(self._scheduler, ())
         check_tables(self._scheduler, self._state)
@@ -287,9 +293,10 @@ def bench_control_plane(
     Returns: us_per_step and us_per_step_median (microseconds by phase: schedule, encode, decode, apply, inputs, update,
         total), cpu_us_per_step (mean total of this thread's CPU time alone, on a machine with other work),
         bytes_per_step (mean broadcast), max_bytes_per_step, result_bytes, submit_us_per_step (in no phase); cold
-        (us_per_step), border (us, worst_us: the step in which all cross; ratio: us to the mean total); sizes, versions,
-        machine.
-    Raises: ValueError for a size below 1 (warmup and churn below 0), or more rows than an engine can have.
+        (us_per_step); border (of the step in which all cross: us, worst_us, cpu_us, and ratio and cpu_ratio, which are
+        to the mean totals); sizes, versions, machine.
+    Raises: ValueError for a size below 1 (warmup and churn below 0), more rows than an engine can have, or tables
+        that this machine cannot hold.
     """
     sizes = {"rows": rows, "steps": steps, "block_size": block_size, "kv_groups": kv_groups}
     sizes |= {"prompt_len": prompt_len}
@@ -306,6 +313,8 @@ def bench_control_plane(
             f"churn must be at most a {DEPTH + 2}th of rows, since ended rows come back {DEPTH} steps later: "
             f"got {churn} of {rows}"
         )
+    longest = 2 * max(prompt_len, _CHURN_PROMPT) + steps * (1 + cold)
+    check_tables_fit(rows, longest, 0, remedy="lower --rows, --prompt-len or --steps")
     random = np.random.default_rng(1)
     prompt_lens = random.integers(prompt_len, 2 * prompt_len, rows)
     plane = ControlPlane(
@@ -335,8 +344,9 @@ def bench_control_plane(
     plane.check()
     if border:
         figures["border"] = _measure_border(rows, steps, block_size, kv_groups, prompt_len)
-        mean = figures["us_per_step"]["total"]
-        figures["border"]["ratio"] = round(figures["border"]["us"] / mean, 2)
+        at_border = figures["border"]
+        at_border["ratio"] = round(at_border["us"] / figures["us_per_step"]["total"], 2)
+        at_border["cpu_ratio"] = round(at_border["cpu_us"] / figures["cpu_us_per_step"], 2)
     return figures | {
         "sizes": sizes | {"warmup": warmup, "churn": churn, "depth": DEPTH},
         "versions": versions(),
@@ -360,8 +370,13 @@ def _measure_border(
     _run(plane, block_size)  # the first border warms up
     clock = _run(plane, steps)
     plane.check()
-    borders = np.array(clock.totals)[np.array(clock.grown) == rows] / 1_000
-    return {"us": round(float(borders.mean()), 2), "worst_us": round(float(borders.max()), 2)}
+    crosses = np.array(clock.grown) == rows
+    borders, cpu = (np.array(spent)[crosses] / 1_000 for spent in (clock.totals, clock.cpu))
+    return {
+        "us": round(float(borders.mean()), 2),
+        "worst_us": round(float(borders.max()), 2),
+        "cpu_us": round(float(cpu.mean()), 2),
+    }
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -394,6 +409,6 @@ def table(figures: dict[str, Any]) -> str:
         border = figures["border"]
         lines.append(
             f"all rows cross a block border at once: {border['us']:.0f} us (at worst {border['worst_us']:.0f}), "
-            f"{border['ratio']:.1f} x the mean"
+            f"{border['ratio']:.1f} x the mean; of CPU {border['cpu_us']:.0f} us, {border['cpu_ratio']:.1f} x"
         )
     return "\n".join(lines)

@@ -32,6 +32,9 @@ _VOCAB_SIZE = 32_000
 _MAX_NUM_SEQS = 1_024
 _MAX_NUM_BATCHED_TOKENS = 2_048
 _QUEUED = 16  # that wait at least: saturated
+_MEAN_PROMPT_LEN, _MEAN_OUTPUT_LEN = sum(_PROMPT_LENS) / 2, sum(_OUTPUT_LENS) / 2
+# A step's tokens serve no more: each decodes one, and every _MEAN_OUTPUT_LEN steps another's prompt takes its place.
+_MOST_RUNNING = int(_MAX_NUM_BATCHED_TOKENS / (1 + _MEAN_PROMPT_LEN / _MEAN_OUTPUT_LEN))
 _FRONT = "bench"
 
 
@@ -154,7 +157,10 @@ def measure_saturation(
                 running.append(scheduler.num_running)
         load.settle()
         if num_steps > 20 * steps:
-            raise AssertionError(f"{len(in_use)} of {num_steps} steps refused anybody")
+            raise ValueError(
+                f"only {len(in_use)} of {num_steps} steps refused anybody for want of blocks: the pool does not get "
+                f"full; lower pool_blocks, got {num_blocks}, or block_size, got {block_size}"
+            )
     wasted = np.concatenate(waste)
     return {
         "refused_steps": len(in_use),
@@ -196,7 +202,7 @@ def bench_kv_memory(
 ) -> dict[str, Any]:
     """Both measurements. num_blocks counts the null block.
 
-    Raises: ValueError for a number that is too small to measure anything.
+    Raises: ValueError for a number that is too small to measure anything, and for a pool that never gets full.
     """
     for name, value, least in (("steps", steps, 1), ("block_size", block_size, 1)):
         if value < least:
@@ -206,6 +212,12 @@ def bench_kv_memory(
     if num_blocks < needed:
         raise ValueError(
             f"pool_blocks must be at least {needed}, so that a request of {longest} tokens fits, got {num_blocks}"
+        )
+    most = _MOST_RUNNING * blocks_needed(int(_MEAN_PROMPT_LEN), block_size)
+    if num_blocks > most:
+        raise ValueError(
+            f"pool_blocks must be at most {most} with block_size {block_size}, so that the pool gets full, "
+            f"got {num_blocks}"
         )
     hybrid = gemma_groups(block_size)
     full = tuple(attention_group(group, block_size) for group in range(len(hybrid)))

@@ -205,10 +205,11 @@ class Soak:
             require(number in self._expected, "something for a request that has ended", number)
             expected, place = self._expected[number], self._got[number]
             if token >= 0:
+                right = expected[place] if place < len(expected) else None
                 require(
-                    place < len(expected) and token == expected[place],
+                    token == right,
                     "a token that the request does not get alone: number, place, token, expected",
-                    number, place, token, expected[place:][:1],
+                    number, place, token, right,
                 )  # fmt: skip
                 self._got[number] = place + 1
             last = self._got[number] == len(expected)

@@ -147,9 +147,9 @@ def _say_summaries(summaries: list[LifeSummary], *, torn: bool, as_json: bool) -
             f"all {summary.num_digests} digests hold"
         )
         if summary.num_unsettled:
-            print(
-                f"  the last {summary.num_unsettled} steps have no result: the engine ended there"
-            )
+            count = summary.num_unsettled
+            which = "last step has" if count == 1 else f"last {count} steps have"
+            print(f"  the {which} no result: the engine ended there")
     if torn:
         print(
             "the file ends in the middle of a record: its engine was killed, or the disk was full"

@@ -99,6 +99,26 @@ def test_seeds_repeat_and_differ(client: Client) -> None:
     assert len({tuple(answer(None)) for _ in range(3)} | {tuple(answer(7))}) == 4
 
 
+def test_two_ranks_two_steps_ahead_give_the_tokens_of_one_rank_and_one_step(
+    client: Client, cluster: Cluster
+) -> None:
+    """A-09: sampled and greedy; what ranks and lookahead change must not be seen."""
+    from rowcast.launch.llm import LLM
+
+    params = [
+        SamplingParams(temperature=t, top_p=p, seed=seed, max_tokens=20, ignore_eos=True)
+        for t, p, seed in ((0, 1, 1), (1, 1, 2), (0.7, 0.8, 3), (1, 0.5, 4))
+    ]
+    prompts = ["Hello", "Hello there", "a", "once upon"]
+    with LLM(
+        cluster.model, dtype="float32", max_model_len=256, max_num_seqs=8, num_threads=1, depth=1
+    ) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    for _ in range(2):  # the second time with cached prefixes
+        outputs = client.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "sentence"),
     [

@@ -66,6 +66,24 @@ def test_a_killed_rank_ends_every_request_with_a_sentence(cluster: Cluster) -> N
     nothing_is_left(cluster, pids)
 
 
+def test_a_rank_that_is_frozen_is_named_past_the_steps_deadline(cluster: Cluster) -> None:
+    """T08: its peer waits for it in a collective, and answers when it is asked over Ray; the frozen one does not."""
+    cluster.start(step_deadline_s=3.0)
+    pids = cluster.status()["pids"]
+    with Client(name=cluster.name) as client:
+        stream = client.stream("abc", LONG)
+        next(stream)
+        os.kill(pids["worker-1"], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(
+            engine.EngineFailed, match=r"no result after 3 s; rank 1 does not answer"
+        ):
+            list(stream)
+        assert time.monotonic() - began < 12
+    engine._take_down(cluster.name)
+    nothing_is_left(cluster, pids)
+
+
 def test_a_killed_scheduler_ends_every_request(cluster: Cluster) -> None:
     """R05: nobody waits for ever; stop clears the rest."""
     cluster.start(ranks=1)

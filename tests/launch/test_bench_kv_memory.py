@@ -70,6 +70,11 @@ def test_the_figures_are_json_and_a_table(figures: dict):
             {"num_blocks": 48},
             "pool_blocks must be at least 49, so that a request of 768 tokens fits",
         ),
+        (
+            {"num_blocks": 20_000},
+            "pool_blocks must be at most 13158 with block_size 16, so that the pool gets full",
+        ),
+        ({"block_size": 4096}, "pool_blocks must be at most 731 with block_size 4096"),
     ],
 )
 def test_what_measures_nothing_is_refused(options: dict, sentence: str):

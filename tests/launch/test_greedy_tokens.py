@@ -9,11 +9,19 @@ PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    ("max_num_batched_tokens", "block_size"),
-    [(2048, 16), (7, 8), (7, 16), (16, 8), (16, 16), (48, 8), (48, 16)],
+    ("max_num_batched_tokens", "block_size", "depth"),
+    [
+        (2048, 16, 1),
+        (2048, 16, 2),
+        (7, 8, 2),
+        (7, 16, 1),
+        (16, 16, 2),
+        (48, 8, 2),
+        (48, 16, 1),
+    ],
 )
 def test_embedded_gives_the_tokens_of_transformers(
-    greedy, smollm2_dir, max_num_batched_tokens, block_size
+    greedy, smollm2_dir, max_num_batched_tokens, block_size, depth
 ):
     """A budget of 7 cuts every prompt into chunks and pauses rows in turn; 48 mixes prefill with decode."""
     with LLM(
@@ -24,6 +32,7 @@ def test_embedded_gives_the_tokens_of_transformers(
         max_model_len=256,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
+        depth=depth,
     ) as llm:
         outputs = llm.generate(greedy.prompts, PARAMS)
         assert [output.outputs[0].token_ids for output in outputs] == greedy.token_ids

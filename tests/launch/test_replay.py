@@ -153,7 +153,9 @@ def test_the_tables_of_any_step_are_those_that_the_worker_had(recorded: tuple[Pa
     assert max(live for _, live, _ in seen) == 4
 
 
-def test_an_engine_that_was_killed_leaves_a_recording_that_replays(tmp_path: Path):
+def test_an_engine_that_was_killed_leaves_a_recording_that_replays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     _, last = record(tmp_path / "steps.rec", stop=False)
     path = tmp_path / "steps.rec"
     path.write_bytes(path.read_bytes()[:-3])
@@ -162,6 +164,10 @@ def test_an_engine_that_was_killed_leaves_a_recording_that_replays(tmp_path: Pat
     assert recording.torn
     assert summary.num_unsettled == 1
     assert summary.last_sequence == last - 1
+    assert run_command(["replay", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "the last step has no result: the engine ended there" in said
+    assert "the file ends in the middle of a record" in said
 
 
 def records_of(data: bytes) -> list[tuple[int, int, int]]:
@@ -206,8 +212,26 @@ def test_digests_find_what_checksums_cannot(recorded: tuple[Path, int], tmp_path
     payload[-5] ^= 1
     path = tmp_path / "forged.rec"
     path.write_bytes(with_payload(data, start, bytes(payload)))
-    with pytest.raises(ReplayMismatch, match=r"step 13: digest [0-9a-f]{16} is not the scheduler's"):
+    with pytest.raises(
+        ReplayMismatch, match=r"step 13: digest [0-9a-f]{16} is not the scheduler's"
+    ):
         list(replay(Recording(path)))
+
+
+def test_a_token_outside_the_vocabulary_is_found_at_its_step(
+    recorded: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It ended as an internal error: the worker's tables assert what the scheduler's check keeps out."""
+    data = recorded[0].read_bytes()
+    start, end = [(start, end) for kind, start, end in records_of(data) if kind == 3][10]
+    payload = bytearray(data[start:end])
+    payload[-3] ^= 1  # the third of a token's four bytes
+    path = tmp_path / "forged.rec"
+    path.write_bytes(with_payload(data, start, bytes(payload)))
+    assert run_command(["replay", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "step 11: the result carries token" in said
+    assert said.count("\n") == 1
 
 
 def test_missing_records_are_found(recorded: tuple[Path, int], tmp_path: Path):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rowcast.scheduler.agreement import (
+    Batch,
     batch_order,
     derive_growth,
     plan_step,
@@ -76,7 +77,7 @@ def test_a_row_with_one_uncomputed_token_runs_it_unless_paused():
 
 
 def test_order_is_fewest_tokens_then_context_then_row():
-    """A fresh one-token prompt among decodes must come after those that have context."""
+    """W-13: a fresh one-token prompt among decodes must come after those that have context."""
     scheduled = i32(1, 5, 1, 5, 1, 0)
     computed = i32(0, 0, 7, 3, 9, 4)
     assert batch_order(scheduled, computed).tolist() == [2, 4, 0, 3, 1]
@@ -128,8 +129,50 @@ def test_the_steady_path_gives_the_plan_of_the_general_one(rows, pause):
     np.testing.assert_array_equal(plan.samples, np.ones(len(expected), bool), strict=True)
 
 
+def test_the_rows_that_open_a_block_take_turns():
+    """The docstring's example; and block size 1, where everyone opens one in every step."""
+    ones = np.ones(3, np.int32)
+    batch = Batch(i32(2, 3, 7), ones, ones.astype(bool), steady_seq_lens=i32(33, 48, 34))
+    opening = {age: batch.opening(16, age).tolist() for age in range(17)}
+    assert {age: rows for age, rows in opening.items() if rows} == {
+        0: [0],
+        1: [1],
+        15: [2],
+        16: [0],
+    }
+    assert batch.opening(1, 5).tolist() == [0, 1, 2]
+
+
+@given(
+    rows=st.dictionaries(st.integers(0, 7), st.integers(1, 60), min_size=1),
+    block_size=st.integers(1, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_steady_batch_that_lasts_is_what_each_step_would_derive_anew(rows, block_size):
+    """Derived from the step before, also who grows: off by one step, both sides would agree on the wrong rows."""
+    table = lengths({row: (computed + 1, computed) for row, computed in rows.items()})
+    held = blocks_needed(table.num_computed_tokens, block_size)
+    plan = None
+    for age in range(45):
+        anew = plan_step(table, NONE, NONE, NONE)
+        plan = plan_step(table, NONE, NONE, NONE, plan)
+        assert plan.age == age
+        for name in ("index_mapping", "num_computed_tokens", "seq_lens", "samples", "max_seq_len"):
+            assert np.array_equal(getattr(plan, name), getattr(anew, name)), name
+        grown, expected = (
+            derive_growth(plan, held, block_size),
+            derive_growth(anew, held, block_size),
+        )
+        assert [column.tolist() for column in grown] == [column.tolist() for column in expected]
+        held[grown[0]] += grown[1]
+        column = np.arange(8)
+        assert column[plan.batch.places].tolist() == sorted(rows)
+        table.num_computed_tokens[plan.batch.rows] += 1
+        table.num_tokens[plan.batch.rows] += 1
+
+
 def test_the_rank_with_the_fewest_blocks_decides():
-    """T06: rank 0 sized 2,111 blocks and sent ids that rank 1, with 2,055, does not have."""
+    """T06, H-14: rank 0 sized 2,111 blocks and sent ids that rank 1, with 2,055, does not have."""
     spec = KVGroupSpec(block_size=16, num_kv_heads=2, head_dim=8, layers=(0, 1))
     groups, num_blocks = agree_on_groups([[spec], [spec]], [2111, 2055])
     assert (groups, num_blocks) == ((spec,), 2055)

@@ -392,6 +392,8 @@ def test_reset_is_refused_while_blocks_are_in_use():
     assert bench.scheduler.reset_prefix_cache()
     assert bench.scheduler.cache.num_cached == 0
     assert serve(bench, COMMON) == (0, 48)
+    assert bench.scheduler.reset_prefix_cache(preempt_running=True)  # nobody runs
+    assert serve(bench, COMMON) == (0, 48)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -12,7 +12,9 @@ def deliveries(
     *entries: tuple[int, int, int, int], cached: tuple[tuple[int, int, int], ...] = ()
 ) -> Deliveries:
     front_index, numbers, tokens, codes = zip(*entries, strict=True) if entries else ([],) * 4
-    cached_front_index, cached_numbers, cached_tokens = zip(*cached, strict=True) if cached else ([],) * 3
+    cached_front_index, cached_numbers, cached_tokens = (
+        zip(*cached, strict=True) if cached else ([],) * 3
+    )
     return Deliveries(
         fronts={0: "a", 1: "b", 2: "c"},
         cached_front_index=np.array(cached_front_index, np.int32),

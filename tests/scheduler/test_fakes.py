@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from rowcast.launch.bench.prefix_memory import Violation, first_seen
+from rowcast.scheduler.messages import ProtocolError
 from rowcast.tests.scheduler.fakes import Bench, group
 
 
@@ -15,6 +16,14 @@ def decoding(**config) -> Bench:
     bench.add(10)
     bench.step()
     return bench
+
+
+def test_a_wrong_cell_of_a_row_whose_turn_it_is_stops_the_rank():
+    """The digest of step 1 covers rows 1, 17, ...: the worker refuses the step before it reads anything."""
+    bench = decoding()
+    bench.worker.state.block_tables.table[0][1, 1] = 2
+    with pytest.raises(ProtocolError, match="is not the scheduler's"):
+        bench.issue()
 
 
 def test_what_a_token_sees():
@@ -43,13 +52,29 @@ def test_a_block_that_two_rows_write_is_found():
 def test_a_block_of_another_prefix_is_found():
     """The same tokens behind other ones are another prefix: their keys were computed elsewhere."""
     bench = Bench(block_size=4)
-    bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
     bench.add([5, 6, 7, 8, 9])
+    bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
     bench.step()
     tables = bench.worker.state.block_tables.table[0]
-    tables[1, 0] = tables[0, 1]  # tokens 5 6 7 8 too, but at positions 4 to 7
-    with pytest.raises(Violation, match=r"row 1 .*position 0 .*holds another prefix"):
+    tables[0, 0] = tables[1, 1]  # tokens 5 6 7 8 too, but at positions 4 to 7
+    with pytest.raises(Violation, match=r"row 0 .*position 0 .*holds another prefix"):
         bench.issue()
+
+
+def test_a_window_block_that_was_overwritten_too_early_is_found():
+    """Window 4 at position 10 sees 7 to 10: block 1 (positions 4 to 7) is still read; at 11 only block 2 is."""
+    bench = Bench(groups=(group(4, window=4),))
+    bench.add(10)
+    bench.step()
+    table, slots = bench.worker.state.block_tables.table[0], bench.worker.memory.slots
+    assert bench.scheduler.blocks.block_ids[0][0, :3].tolist() == [0, 2, 3]
+    slots[table[0, 0]] = 0
+    assert bench.step() == {0: 1}
+    slots[table[0, 1]] = 0
+    assert bench.step() == {0: 1}
+    slots[table[0, 2]] = 0
+    with pytest.raises(Violation, match="position 9 of KV group 0"):
+        bench.step()
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_the_start_says_what_the_emptiest_group_leaves_unused():
 
     assert describe_groups([group(3)]) == "1 KV group"
     for other, words in (
-        (group(2), "2 KV groups, at most 33% of a block unused"),
-        (group(3, head_dim=32, block_size=32), "2 KV groups, at most 0% of a block unused"),
+        (group(2), "2 KV groups, up to 33% of a block unused"),
+        (group(3, head_dim=32, block_size=32), "2 KV groups, 0% of a block unused"),
     ):
         assert describe_groups([group(3), other]) == words

@@ -22,6 +22,7 @@ from rowcast.scheduler.front_messages import (
     Submit,
     make_submit_key,
 )
+from rowcast.scheduler.late_ranks import RankProgress
 from rowcast.scheduler.loop import SchedulerLoop, WorkerGroupError
 from rowcast.scheduler.messages import (
     ControlOperation,
@@ -586,6 +587,24 @@ def test_a_step_past_its_deadline_stops_the_group():
         rig.until_idle()
     assert max(wait for wait in rig.waits) <= 30.0
     assert rig.heard()[0][:2] == (1, RefusalReason.ENGINE_FAILED)
+
+
+def test_past_its_deadline_the_rank_that_is_silent_is_named():
+    """T08: the others wait for it in a collective; they answer when they are asked by another way, it does not."""
+    asked = []
+
+    def ask() -> list[RankProgress | None]:
+        asked.append(1)
+        return [RankProgress(1, 0), None]
+
+    rig = started(step_deadline_s=30.0, ask_ranks=ask)
+    rig.silent = {0}
+    rig.submit(1)
+    with pytest.raises(
+        WorkerGroupError, match=r"^step 1 has no result after 30 s; rank 1 does not answer"
+    ):
+        rig.until_idle()
+    assert asked == [1]
 
 
 def test_tokens_that_settled_reach_their_front_before_the_failure():

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 import pytest
@@ -66,6 +67,13 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Resubmit:
+    """The client of the which-th live request comes again under another number, with the outputs that it has."""
+
+    which: int
+
+
+@dataclass(frozen=True)
 class Issue:
     """Issue a step, unless as many are in flight as may be. budget: this step's alone, or None."""
 
@@ -91,7 +99,7 @@ class Reset:
     preempt_running: bool
 
 
-Move = Add | Abort | Issue | Settle | Rounds | Reset
+Move = Add | Abort | Resubmit | Issue | Settle | Rounds | Reset
 
 
 class Game:
@@ -114,6 +122,7 @@ class Game:
         )
         self.aborted: set[int] = set()
         self.salts: dict[int, str | None] = {}
+        self.keys: dict[int, int] = {}  # of requests that came again, and of those that they were
         documents = np.random.default_rng(7)
         self.documents = documents.integers(0, FEW_TOKENS, (2, MAX_MODEL_LEN), np.int32)
 
@@ -131,6 +140,10 @@ class Game:
                     bench.drain()
                     assert not bench.abort(number)
                     self.aborted.add(number)
+            case Resubmit(which):
+                live = [number for number in bench.submits if number not in bench.ends]
+                if live:
+                    self._resubmit(live[which % len(live)])
             case Issue(budget):
                 if in_flight < self.engine.depth:
                     bench.issue(None if budget is None else min(budget, self.engine.budget))
@@ -156,6 +169,8 @@ class Game:
         own = np.random.default_rng(number).integers(0, FEW_TOKENS, move.own, np.int32)
         prompt = np.concatenate((self.documents[move.document, : move.shared], own)).tolist()
         self.salts[number] = move.salt or None
+        # Where it has no effect, the door refuses it.
+        priority = move.priority if self.engine.policy == "priority" else 0
         end_len = min(MAX_MODEL_LEN, len(prompt) + (move.max_tokens or 1))
         refused = pytest.raises(ValueError, match=r"whole (KV )?pool holds")
         priority = move.priority if self.engine.policy == "priority" else 0
@@ -168,6 +183,30 @@ class Game:
                 ignore_eos=move.ignore_eos,
                 submit={"priority": priority, "user": move.user, "cache_salt": move.salt},
             )
+
+    def _resubmit(self, old: int) -> None:
+        """The old number gets nothing more, not even an end; what was in flight for it is sampled again."""
+        bench, number = self.bench, len(self.salts)
+        before = bench.submits.pop(old)
+        got = [*before.output_token_ids.tolist(), *bench.outputs.pop(old, [])]
+        self.salts[number] = self.salts[old]
+        bench.add(
+            before.prompt_token_ids.tolist(),
+            number=number,
+            outputs=got,
+            key=self.keys.setdefault(old, old),
+            seed=before.seed,
+            max_tokens=before.params.max_tokens,
+            stop_token_ids=before.params.stop_token_ids,
+            ignore_eos=before.params.ignore_eos,
+            submit={
+                "priority": before.priority,
+                "user": before.user,
+                "cache_salt": before.cache_salt,
+            },
+        )
+        self.keys[number] = self.keys[old]
+        bench.drain()
 
     def _reset(self, preempt_running: bool) -> None:
         scheduler = self.bench.scheduler
@@ -202,7 +241,8 @@ class Game:
                 number in self.aborted
             ):  # what came before the abort is the beginning of what it gets alone
                 outputs, _ = bench.alone(number)
-                got = bench.outputs.get(number, [])
+                brought = bench.submits[number].output_token_ids.tolist()
+                got = brought + bench.outputs.get(number, [])
                 assert got == outputs[: len(got)]
                 assert bench.ends[number] is FinishCode.ABORT
             else:
@@ -246,7 +286,7 @@ def group_lists(draw) -> tuple[tuple[str, int, int], ...]:
 engines = st.builds(
     Engine,
     groups=group_lists(),
-    usable=st.integers(10, 90),
+    usable=st.integers(10, 30) | st.integers(10, 90),
     depth=st.integers(1, 3),
     max_num_seqs=st.integers(1, 5),
     budget=st.integers(4, 60),
@@ -272,11 +312,44 @@ MOVES = {  # one_of would drop the repeats that weigh a choice
     "issue": (2, st.builds(Issue, st.none() | st.integers(1, 10))),
     "settle": (2, st.builds(Settle)),
     "abort": (1, st.builds(Abort, st.integers(0, 9))),
+    "resubmit": (1, st.builds(Resubmit, st.integers(0, 9))),
     "reset": (1, st.builds(Reset, st.booleans())),
 }
 moves = st.sampled_from(
     [name for name, (weight, _) in MOVES.items() for _ in range(weight)]
 ).flatmap(lambda name: MOVES[name][1])
+
+
+@given(
+    engine=engines.map(lambda engine: replace(engine, usable=3_000, caching=True)),
+    moves=st.lists(adds | MOVES["rounds"][1] | MOVES["settle"][1], min_size=3, max_size=15),
+)
+@settings(
+    max_examples=NUM_EXAMPLES // 4 or 30,
+    derandomize=not NUM_EXAMPLES,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_what_was_computed_is_found_again(engine, moves):
+    """A wrong name is a hit that never comes: nothing was evicted, so whoever repeats a request finds all of it."""
+    game = Game(engine)
+    for move in moves:
+        game.play(move)
+    game.bench.run()
+    bench, alignment = game.bench, lcm(*(size for _, size, _ in engine.groups))
+    for number, submit in list(bench.submits.items()):
+        again = [*submit.prompt_token_ids.tolist(), *bench.outputs[number]]
+        if len(again) == MAX_MODEL_LEN:
+            continue
+        repeat = bench.add(
+            again,
+            number=number + 1_000,
+            max_tokens=1,
+            submit={"cache_salt": submit.cache_salt},
+        )
+        bench.run()
+        assert bench.cached.get(repeat, 0) == (len(again) - 1) // alignment * alignment
 
 
 @given(engine=engines, moves=st.lists(moves, min_size=10, max_size=50))

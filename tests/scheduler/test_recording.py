@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import struct
+import zlib
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec
 from rowcast.scheduler.recording import (
@@ -119,6 +124,44 @@ def test_what_is_no_recording_is_left_alone(tmp_path: Path):
     with pytest.raises(DamagedRecording, match=r"letter.txt is not a recording.*give another file"):
         Recorder(path)
     assert path.read_text() == "dear reader"
+
+
+def _forged(kind: int, payload: bytes) -> bytes:
+    """A file of one record whose checksums are right."""
+    fields = struct.pack("<BQII", kind, 0, len(payload), zlib.crc32(payload))
+    return MAGIC + fields + struct.pack("<I", zlib.crc32(fields)) + payload
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"world_size": None}, "world_size must be a whole number, at least 1, got None"),
+        ({"num_blocks": 0}, "num_blocks must be a whole number, at least 1, got 0"),
+        ({"groups": [{"kind": "spiral"}]}, "spiral"),
+        ({"added_later": 1}, "added_later"),
+    ],
+)
+def test_a_life_in_another_form_is_refused_in_a_sentence(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+):
+    """One that another version wrote ended as an internal error (TypeError)."""
+    values = dataclasses.asdict(life()) | {"groups": []} | changes
+    path = tmp_path / "steps.rec"
+    packed = msgpack.packb(values)
+    assert packed is not None
+    path.write_bytes(_forged(1, packed))
+    with pytest.raises(
+        DamagedRecording, match="the beginning of a life is not in the form"
+    ) as told:
+        list(Recording(path))
+    assert reason in str(told.value)
+
+
+def test_a_record_of_an_unknown_kind_is_refused_in_a_sentence(tmp_path: Path):
+    path = tmp_path / "steps.rec"
+    path.write_bytes(_forged(9, b""))
+    with pytest.raises(DamagedRecording, match="the record after the beginning is of kind 9"):
+        list(Recording(path))
 
 
 def test_two_engines_do_not_share_a_file(tmp_path: Path):

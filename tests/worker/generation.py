@@ -19,7 +19,7 @@ from rowcast.scheduler.messages import (
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
 from rowcast.worker.config import WorkerConfig
-from rowcast.worker.model_runner import ModelRunner
+from rowcast.worker.model_runner import ModelRunner, PendingStep, finish
 from rowcast.worker.parallel import TensorParallelGroup
 
 
@@ -100,7 +100,7 @@ def generate(
         )
     tokens: list[list[int]] = [[] for _ in prompts]
     sequence = 0
-    in_flight: deque[tuple[int, StepResult]] = deque()
+    in_flight: deque[tuple[int, StepResult | PendingStep]] = deque()
     while True:
         while len(in_flight) < config.depth and (step := scheduler.schedule()) is not None:
             sequence += 1
@@ -110,7 +110,8 @@ def generate(
             in_flight.append((scheduler.digests.end(frame), runner.execute(body, frame)))
         if not in_flight:
             break
-        digest, result = in_flight.popleft()
+        digest, outcome = in_flight.popleft()
+        result = finish(outcome)
         assert len(result.digests) == 8 * config.world_size * bool((result.tokens >= 0).any())
         assert disagreement(digest, result.digests) is None
         deliveries = scheduler.settle(result.tokens)

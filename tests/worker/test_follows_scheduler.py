@@ -51,6 +51,7 @@ def windowed(block_size: int, window: int, kind: AttentionKind) -> KVGroupSpec:
 SLIDING, CHUNKED = AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["tokens at once", "tokens when they settle"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     ("groups", "budget", "num_blocks"),
@@ -65,9 +66,12 @@ SLIDING, CHUNKED = AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED
     ids=["plain", "pauses", "two sizes", "preempts", "windows", "windows of three sizes"],
 )  # few blocks preempt, small budgets pause and chunk
 def test_worker_tables_follow_the_scheduler(
-    groups: tuple[KVGroupSpec, ...], budget: int, num_blocks: int, depth: int
+    groups: tuple[KVGroupSpec, ...], budget: int, num_blocks: int, depth: int, late: bool
 ):
-    """Each side derives batch, growth and lengths from its own tables; any difference is silent corruption later."""
+    """Each side derives batch, growth and lengths from its own tables; any difference is silent corruption later.
+
+    late: the worker's host sees a step's tokens only after it has launched the steps that were issued since.
+    """
     whim = random.Random(num_blocks)
     config = SchedulerConfig(
         vocab_size=VOCAB_SIZE, max_model_len=64, max_num_seqs=5, max_num_batched_tokens=budget,
@@ -94,10 +98,13 @@ def test_worker_tables_follow_the_scheduler(
         if step is not None:
             sequence += 1
             frame = encode_step(step, epoch=1, sequence=sequence)
-            unsettled.append(carry_out(frame, scheduler, state, builder, whim))
+            unsettled.append(carry_out(frame, scheduler, state, builder, whim, late))
             compare(scheduler, state)
         if len(unsettled) == depth or (unsettled and (step is None or whim.random() < 0.3)):
-            scheduler.settle(unsettled.popleft())
+            tokens = unsettled.popleft()
+            if late:
+                state.take_tokens(tokens)
+            scheduler.settle(tokens)
     assert scheduler.num_preemptions > 0 or num_blocks > 17
     assert scheduler.cache.stats.hits > 0
     while (step := scheduler.schedule()) is not None:
@@ -114,6 +121,7 @@ def carry_out(
     state: WorkerState,
     builder: InputBuilder,
     whim: random.Random,
+    late: bool,
 ) -> np.ndarray:
     """The worker's part of a step; its tokens."""
     decoded = decode_frame(frame).body
@@ -125,7 +133,10 @@ def carry_out(
     tokens = np.array(
         [whim.randrange(VOCAB_SIZE) if samples else -1 for samples in plan.samples], np.int32
     )
-    state.commit(plan, tokens)
+    if late:
+        state.advance(plan)
+    else:
+        state.commit(plan, tokens)
     return tokens
 
 

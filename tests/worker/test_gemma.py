@@ -104,6 +104,27 @@ def test_token_budget_block_size_small_pool_and_prefix_hits_change_no_token(tmp_
         assert tokens == expected * 2, options
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 64])
+def test_the_largest_pool_serves_rows_that_are_full(tmp_path: Path, max_num_batched_tokens: int):
+    """max_num_blocks and the scheduler's door count alike: by a block less the longest request would be refused."""
+    folder = make_gemma(tmp_path)
+    runner = make_runner(
+        folder,
+        max_num_seqs=2,
+        max_model_len=96,
+        block_size=4,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    assert runner.max_num_blocks < 500  # what rows can use, not what the memory holds
+    prompts = [[7, 3] * 40, [5] * 81]
+    expected = [transformers_tokens(folder, [prompt], 15)[0] for prompt in prompts]
+    assert generate(runner, prompts, greedy(15)) == expected
+    of_a_row = (runner.max_num_blocks - 1) // 2
+    assert generate(runner, prompts[1:], greedy(15), num_blocks=1 + of_a_row) == expected[1:]
+    with pytest.raises(ValueError, match="need KV for 95 tokens, the whole pool holds 92"):
+        generate(runner, prompts[1:], greedy(15), num_blocks=of_a_row)
+
+
 def test_interpreted_triton_kernels_give_the_tokens_of_the_cpu_twins(tmp_path: Path):
     folder = make_gemma(tmp_path, num_hidden_layers=3, sliding_window=5)
     prompts = [[5, 17, 100, 3, 44, 9, 12, 7, 31, 2, 198], [1], [40, 41, 42]]

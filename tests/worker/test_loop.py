@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,6 +108,130 @@ def test_the_executor_gets_the_bytes_of_the_frame():
     queue.frames += sent
     drain(loop)
     assert executor.frames == sent
+
+
+def test_how_far_a_rank_is_can_be_read_in_the_middle_of_a_step():
+    seen = []
+
+    class Slow(StateExecutor):
+        def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult:
+            seen.append((loop.sequence, loop.done))
+            return super().execute(step, frame)
+
+    loop, queue = make_loop(executor=Slow())
+    queue.frames += [frame(1), frame(2)]
+    drain(loop)
+    assert seen == [(1, 0), (2, 1)]
+    assert (loop.sequence, loop.done) == (2, 2)
+
+
+class Device:
+    """Launches steps and is asked for their results later; `log` tells in which order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fails_at = 0
+        self.looks = 0  # how often a step is not ready yet
+
+    def execute(self, step: SchedulerOutput, frame: bytes) -> SimpleNamespace:
+        number = len([entry for entry in self.log if entry.startswith("launch")]) + 1
+        self.log.append(f"launch {number}")
+
+        def result() -> StepResult:
+            self.log.append(f"wait {number}")
+            if number == self.fails_at:
+                raise RuntimeError("the model computed NaN")
+            return StepResult(tokens=i32(number))
+
+        def ready() -> bool:
+            self.looks -= 1
+            return self.looks < 0
+
+        return SimpleNamespace(result=result, ready=ready)
+
+
+def test_steps_that_are_here_are_launched_before_the_first_is_waited_for():
+    """A-08: the device goes from step to step without the host; results still come in order."""
+    device = Device()
+    loop, queue = make_loop(executor=device)
+    queue.frames += [frame(1), frame(2)]
+    drain(loop)
+    assert device.log == ["launch 1", "launch 2", "wait 1", "wait 2"]
+    tokens = [report.result.tokens.tolist() for report in queue.reports if report.result]
+    assert tokens == [[1], [2]]
+    assert [report.sequence for report in queue.reports] == [1, 2]
+    queue.frames.append(frame(3))
+    assert loop.turn(None)
+    assert (loop.sequence, loop.done) == (3, 2)
+    queue.frames.append(frame(4))
+    assert loop.turn(None)
+    assert device.log[4:] == ["launch 3", "launch 4"]
+    drain(loop)
+    assert (loop.sequence, loop.done) == (4, 4)
+
+
+def test_a_frame_that_comes_while_a_step_runs_is_launched_behind_it():
+    """A device that waits for the host between two steps is idle for as long as a frame travels."""
+    device = Device()
+    device.looks = 99
+    loop, queue = make_loop(executor=device)
+    receive, waited = queue.receive, []
+
+    def late(timeout_s: float | None) -> bytes | None:
+        waited.append(timeout_s)
+        if len(waited) == 5:
+            queue.frames.append(frame(2))
+        return receive(timeout_s)
+
+    queue.receive = late  # type: ignore[method-assign]
+    queue.frames.append(frame(1))
+    assert loop.turn(None)
+    assert loop.turn(None)
+    assert device.log == ["launch 1", "launch 2"]
+    assert waited[:2] == [None, 0]
+    assert all(0 < timeout_s < 0.01 for timeout_s in waited[2:] if timeout_s is not None)
+    assert loop.turn(None)  # as many as the scheduler sends: now the oldest is waited for
+    assert device.log[2:] == ["wait 1"]
+    assert len(waited) == 6
+
+
+def test_a_turn_with_a_step_under_way_does_not_wait_for_frames():
+    waited = []
+    device = Device()
+    loop, queue = make_loop(executor=device)
+    receive = queue.receive
+    queue.receive = lambda timeout_s: waited.append(timeout_s) or receive(timeout_s)  # type: ignore[method-assign]
+    queue.frames.append(frame(1))
+    assert loop.turn(None)
+    assert loop.turn(None)
+    assert not loop.turn(0.5)
+    assert waited == [None, 0, 0.5]
+
+
+def test_a_step_that_fails_on_the_device_is_named_by_its_own_sequence():
+    device = Device()
+    device.fails_at = 1
+    loop, queue = make_loop(rank=1, executor=device)
+    queue.frames += [frame(1), frame(2)]
+    with pytest.raises(RuntimeError, match="NaN"):
+        drain(loop)
+    (report,) = queue.reports
+    assert (report.kind, report.sequence) == (ResultKind.ERROR, 1)
+    assert loop.stopped
+
+
+def test_stop_waits_for_the_steps_under_way():
+    device = Device()
+    loop, queue = make_loop(executor=device)
+    queue.frames += [
+        frame(1),
+        frame(2),
+        encode_control(ControlOperation.STOP, epoch=EPOCH, sequence=3),
+    ]
+    drain(loop)
+    kinds = [report.kind for report in queue.reports]
+    assert kinds == [ResultKind.RESULT, ResultKind.RESULT, ResultKind.BYE]
+    assert loop.done == 3
 
 
 def test_only_rank_0_reports_results():

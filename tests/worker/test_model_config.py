@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rowcast.scheduler.kv_groups import AttentionKind
 from rowcast.worker.architectures import QKNorm
+from rowcast.worker.layer_groups import group_specs
 from rowcast.worker.layer_kinds import LayerKind
 from rowcast.worker.model_config import ModelConfig
 from rowcast.worker.rope import Rope
@@ -305,6 +308,8 @@ def test_eos_ids_are_those_of_both_files(tmp_path: Path):
         ({"hidden_size": 49}, "head_dim is missing"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"vocab_size": 0}, "vocab_size must be an integer, at least 1, got 0"),
+        ({"vocab_size": 2**31}, "vocab_size must be below 2**31, got 2147483648"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number above 0, got 1000"),
         ({"vocab_size": "absent"}, "vocab_size must be an integer, at least 1, got nothing"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be an integer, at least 1, got true"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number above 0"),
@@ -365,6 +370,51 @@ def test_what_gemma_may_not_say_is_refused_by_name(tmp_path: Path, changes, name
     assert named in str(caught.value)
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+KEYS = sorted(
+    {*LLAMA, *GEMMA}
+    | {"layer_types", "head_dim", "rope_theta", "rope_local_base_freq", "rope_scaling", "dtype"}
+    | {"rope_parameters", "hidden_activation", "query_pre_attn_scalar", "tie_word_embeddings"}
+    | {"sliding_window", "quantization_config", "final_logit_softcapping", "mlp_bias"}
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 40)
+    | st.floats()
+    | st.sampled_from([10**400, -(10**400), "", "silu", "default", FULL, SLIDING])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from([FULL, SLIDING, "rope_type", "type", "rope_theta", "factor"]), inner
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(base=st.sampled_from([LLAMA, GEMMA]), changes=st.dictionaries(st.sampled_from(KEYS), VALUES))
+def test_whatever_a_key_holds_is_taken_or_refused_in_one_line(tmp_path_factory, base, changes):
+    """A list where a number stood once ended in a TypeError of Python's."""
+    folder = folder_with(tmp_path_factory.mktemp("model"), base, **changes)
+    refusal = None
+    try:
+        config = ModelConfig.from_folder(folder)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert "config.json" in refusal
+        assert "\n" not in refusal
+    else:
+        assert len(config.layers) == config.num_layers >= 1
+        assert config.num_heads % config.num_kv_heads == 0
+        assert 0 < config.attention_scale < float("inf")
+        assert group_specs(config, 16)
 
 
 @pytest.mark.parametrize(

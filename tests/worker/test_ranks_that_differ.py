@@ -55,6 +55,7 @@ class Rank:
         self._ids = torch.from_numpy(ids[parallel.rank])
         self._sampler = Sampler(parts, parallel)  # type: ignore[arg-type]
         self.before: Injection | None = None
+        self.change_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits
         self.change_sampled: Callable[[np.ndarray], np.ndarray] = lambda tokens: tokens
         self.change_reported: Callable[[np.ndarray], np.ndarray] = lambda tokens: tokens
         self.num_steps = 0
@@ -71,6 +72,7 @@ class Rank:
             last = self.state.requests.token_ids[rows, plan.seq_lens[plan.samples] - 1]
             places = torch.from_numpy(plan.seq_lens[plan.samples] * 31 + last * 7).unsqueeze(1)
             logits = torch.sin(places * 1.7 + self._ids * (self._ids + places) * 0.37) * 6
+            logits = self.change_logits(logits)
             requests = self.state.requests
             sampled = self._sampler.sample(
                 logits, sampling_rows(requests, plan), adjustments(requests, plan), digest=digest
@@ -312,8 +314,9 @@ INJECTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("num_ranks", "which"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "which", "depth"), [(1, 0, 1), (2, 0, 2), (2, 1, 1), (2, 1, 2), (3, 1, 2)]
+)
 @pytest.mark.parametrize("inject", INJECTIONS, ids=lambda inject: inject.__name__)
 def test_a_rank_that_is_made_to_differ_is_named_within_16_steps(
     inject: Injection, num_ranks: int, which: int, depth: int
@@ -336,6 +339,18 @@ def test_a_rank_that_samples_another_token_is_named_when_the_scheduler_knows_it(
     said, num_steps = failure(engine)
     assert said.startswith(f"rank {which} "), said
     assert num_steps == AT_STEP + depth
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_logits_that_differ_in_their_last_bits_split_no_ranks(num_ranks: int):
+    """T04: ties and near-ties are decided from the numbers that all have gathered, not from each rank's own."""
+    engine = Engine(num_ranks, 2)
+    for number, rank in enumerate(engine.ranks):
+        rank.change_logits = lambda logits, n=number: (logits.round() * (1 + n * 2**-23)).float()
+    engine.run()
+    stored = [rank.state.requests.columns.words.tobytes() for rank in engine.ranks]
+    assert len(set(stored)) == 1
+    assert [len(tokens) for tokens in engine.tokens().values()] == [34] * NUM_REQUESTS
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -62,15 +62,17 @@ class DifferingRunner:
         else:
             sampler = self._runner._sampler
             assert sampler is not None
-            sample = sampler.sample
+            choose = sampler.choose
 
             def once(*args: Any, **kwargs: Any) -> Any:
-                sampler.sample = sample  # type: ignore[method-assign]
-                sampled = sample(*args, **kwargs)
+                sampler.choose = choose  # type: ignore[method-assign]
+                choice = choose(*args, **kwargs)
+                sampled = choice.fetch()
                 sampled.tokens[0] ^= 1
-                return sampled
+                choice.fetch = lambda: sampled  # type: ignore[method-assign]
+                return choice
 
-            sampler.sample = once  # type: ignore[method-assign]
+            sampler.choose = once  # type: ignore[method-assign]
 
 
 def serve(
@@ -188,6 +190,7 @@ def test_the_rank_that_differs_is_named_and_its_peer_is_not_left_waiting(
 
 
 def test_two_ranks_that_agree_give_the_tokens_of_one(rank_pool: RankPool, folder: Path):
+    """E-05: over sockets, two steps ahead, greedy and sampled."""
     from rowcast.tests.worker.generation import generate
 
     engine = Engine(rank_pool, folder, "")

@@ -17,7 +17,7 @@ from rowcast.tests.worker.steps import (
     row_arrays,
     step,
 )
-from rowcast.tests.worker.toy_scheduler import ToyRow, churned
+from rowcast.tests.worker.toy_scheduler import ToyRow, ToyScheduler, churned
 from rowcast.worker.request_states import RequestStates
 from rowcast.worker.state import WorkerState
 
@@ -104,7 +104,7 @@ def test_a_reused_row_holds_only_its_new_request():
 
 
 def test_whatever_a_row_held_an_admission_replaces_it():
-    """W01, by looking at every per-row array there is: a field that is added later cannot be forgotten."""
+    """W-07, W01, by looking at every per-row array there is: a field that is added later cannot be forgotten."""
     admitted = step(
         request(3, B, [20], [21], cached=2, prompt=4, temperature=0.5, top_p=0.5, top_k=7, seed=9),
         run={3: 3},
@@ -416,3 +416,53 @@ def test_admissions_sort_their_columns_by_their_own_row():
     assert state.requests.token_ids[[2, 6], 0].tolist() == [20, 60]
     assert state.block_tables.table[0][[2, 6], 0].tolist() == [2, 6]
     assert admissions(request(1, [1])).rows.tolist() == [1]
+
+
+def test_late_tokens_go_to_the_rows_that_ran_and_not_to_who_got_them_since():
+    """A-08, W01: the token of a row that changed hands while it was under way would stand in a stranger's prompt."""
+    state = make_state(4)
+    plan = state.apply(
+        step(
+            request(0, [1, 2], [1]), request(1, [3, 4], [2]), request(2, [5, 6], [3]),
+            run={0: 2, 1: 2, 2: 2},
+        )
+    )  # fmt: skip
+    assert plan.index_mapping.tolist() == [0, 1, 2]
+    state.advance(plan)
+    assert state.requests.num_tokens[:3].tolist() == [3, 3, 3]
+    assert state.requests.token_ids[:3, 2].tolist() == [0, 0, 0]
+    # Row 1 is freed, row 2 goes to another; row 0 runs its new token, which the host has not seen.
+    later = state.apply(step(request(2, [7, 8, 9, 10], [4]), free=[1, 2], pause=[], grow=[[]]))
+    assert later.index_mapping.tolist() == [0]
+    state.advance(later)
+    state.take_tokens(i32(50, 51, 52))
+    assert state.requests.token_ids[0, :4].tolist() == [1, 2, 50, 0]
+    assert not state.requests.token_ids[1].any()
+    assert state.requests.token_ids[2, :5].tolist() == [7, 8, 9, 10, 0]
+    state.take_tokens(i32(60))
+    assert state.requests.token_ids[0, :5].tolist() == [1, 2, 50, 60, 0]
+
+
+def test_tokens_that_come_late_leave_the_same_tables():
+    """Committed at once or a step later: the tables end the same, also with rows that change hands in between."""
+    toy, twin = ToyScheduler(5, 16, 4), ToyScheduler(5, 16, 4)
+    at_once, late = make_state(16, 4), make_state(16, 4)
+    waiting: list[np.ndarray] = []
+    for _ in range(150):
+        at_once.commit(at_once.apply(toy.next_step()), toy.settle())
+        late.advance(late.apply(twin.next_step()))
+        waiting.append(twin.settle())
+        if len(waiting) == 2:
+            late.take_tokens(waiting.pop(0))
+    late.take_tokens(waiting.pop(0))
+    assert digest(late) == digest(at_once)
+
+
+def test_a_step_of_another_digest_is_refused_before_it_is_computed():
+    """A rank that ran on would leave its peers in a collective with messages of another size."""
+    state = make_state(4)
+    admitted = step(request(0, [1, 2], [1]), run={0: 2})
+    with pytest.raises(
+        ProtocolError, match=r"^digest [0-9a-f]{16} is not the scheduler's 3132333435363738: "
+    ):
+        state.apply(replace(admitted, digest=b"12345678"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from rowcast.scheduler.kv_groups import KVGroupSpec
+from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec
 from rowcast.worker.config import WorkerConfig
 from rowcast.worker.state import WorkerState
 from rowcast.worker.warm_up import warm_up_steps
@@ -49,4 +51,37 @@ def test_the_steps_run_tokens_within_the_limits(
         seen.append(int(plan.num_scheduled_tokens.sum()))
         state.commit(plan, np.where(plan.samples, 1, -1).astype(np.int32))
     assert seen == token_counts
+    assert not state.requests.live.any()
+
+
+def test_groups_of_several_kinds_and_block_sizes_are_warmed_up_together() -> None:
+    """Each group gets blocks of its own: two that wrote into one block would compile, and compute nonsense."""
+    groups = (
+        GROUP,
+        replace(GROUP, block_size=2, kind=AttentionKind.SLIDING_WINDOW, window=3),
+        replace(GROUP, block_size=2, kind=AttentionKind.SLIDING_WINDOW, window=3),
+        replace(GROUP, block_size=1, kind=AttentionKind.CHUNKED, window=2),
+    )
+    config = WorkerConfig(
+        model_dir="unused", max_model_len=32, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    state = WorkerState(
+        max_num_seqs=8, max_model_len=32, groups=groups, num_blocks=60, vocab_size=10
+    )
+    most_rows = 0
+    for step in warm_up_steps(config, groups, 60):
+        plan = state.apply(step)
+        held = [
+            int(block)
+            for counts, table in zip(
+                state.block_tables.num_blocks, state.block_tables.table, strict=True
+            )
+            for row in np.flatnonzero(state.requests.live)
+            for block in table[row, : counts[row]]
+        ]
+        assert len(set(held)) == len(held)
+        assert all(0 < block < 60 for block in held)
+        most_rows = max(most_rows, plan.num_reqs)
+        state.commit(plan, np.where(plan.samples, 1, -1).astype(np.int32))
+    assert most_rows == 5
     assert not state.requests.live.any()

@@ -60,6 +60,46 @@ class Sampled:
     digests: bytes
 
 
+class Choice:
+    """Tokens that are chosen on the device: the next step can use them before the host has seen them.
+
+    Shapes: tokens [num_sampling] int32, on the logits' device.
+    """
+
+    def __init__(self, digests: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+        self._num_ranks = len(digests)
+        self._best = best
+        words = torch.cat((digests, best, tokens.long()))
+        self._arrived = None
+        self._host = words
+        if words.is_cuda:
+            self._host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+            self._host.copy_(words, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(words.device))
+
+    def ready(self) -> bool:
+        """Whether `fetch` would return at once."""
+        return self._arrived is None or self._arrived.query()
+
+    def fetch(self) -> Sampled:
+        """Wait until the tokens are here.
+
+        Raises: RuntimeError if the scores were NaN.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        digests, best, tokens = self._host.split(
+            [self._num_ranks, len(self._best), len(self.tokens)]
+        )
+        _refuse_nan(best)
+        return Sampled(
+            tokens=tokens.to(torch.int32).numpy(),
+            digests=digests.numpy().astype("<i8", copy=False).tobytes(),
+        )
+
+
 class Sampler:
     """Shapes: vocab_rows_of_rank has the vocabulary ids of every rank, in rank order, together [0, vocab_size)."""
 
@@ -80,8 +120,20 @@ class Sampler:
         *,
         digest: int = 0,
     ) -> Sampled:
+        """`choose`, and wait for the outcome."""
+        return self.choose(logits, rows, adjustments, digest=digest).fetch()
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        adjustments: Adjustments | None = None,
+        *,
+        digest: int = 0,
+    ) -> Choice:
         """Choose. Every rank calls it with the same rows; digest, in [0, 2**64), may differ and comes back from each.
 
+        Waits for the device only where a row has a filter (top-k, top-p, min-p).
         Shapes: logits [num_sampling, vocabulary rows of this rank], any float dtype; left as they are, but for rows
             that are adjusted.
         """
@@ -104,8 +156,8 @@ class Sampler:
                 Offer(digest=digest, best=best, found=empty.view(0, 0), masses=empty.double()),
                 self._parallel,
             )
-            tokens = _ids_of_best(offers.best)
-            return Sampled(tokens=tokens, digests=_digest_bytes(offers.digests))
+            highest = offers.best.amax(dim=0)
+            return Choice(offers.digests, highest, keys.ids_of(highest).to(torch.int32))
 
         filter_ = _Filter(rows[filtered], self._vocab_size, logits.device)
         scores = temperature.scaled(_take(logits, filtered), filter_.temperature)
@@ -134,7 +186,8 @@ class Sampler:
             tokens[filtered[open_rows]] = self._choose_whole(
                 _take(scores, open_rows), filter_, total, open_rows
             )
-        return Sampled(tokens=tokens, digests=_digest_bytes(offers.digests))
+        device_tokens = torch.from_numpy(tokens).to(logits.device)
+        return Choice(offers.digests, offers.best.new_empty(0), device_tokens)
 
     def _best_of_single(
         self, logits: torch.Tensor, rows: SamplingRows, single: np.ndarray, is_greedy: np.ndarray
@@ -285,7 +338,3 @@ def _index(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 def _take(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
     """Some rows of a tensor, ascending; the tensor itself if that is all of them."""
     return tensor if len(rows) == len(tensor) else tensor.index_select(0, _index(rows, tensor))
-
-
-def _digest_bytes(digests: torch.Tensor) -> bytes:
-    return digests.cpu().numpy().astype("<i8").tobytes()
