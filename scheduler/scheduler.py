@@ -33,6 +33,7 @@ from .kv_memory import KVMemory
 from .messages import Admissions, SchedulerOutput
 from .newcomers import admissions_of
 from .policy import Policy, make_policy
+from .prefix_cache import PrefixCache
 from .records import Records, StepRecord, check_tokens
 from .registry import Registry
 from .request import Request, RequestTable
@@ -56,7 +57,7 @@ class Scheduler:
         self.config = config
         self.groups = groups
         self.memory = KVMemory(config, groups, num_blocks)
-        self.pool, self.blocks, self.cache = self.memory.pool, self.memory.blocks, self.memory.cache
+        self.pool, self.blocks = self.memory.pool, self.memory.blocks
         self.table = RequestTable(config.max_num_seqs, config.max_model_len)
         self.digests = TableDigest(
             self.table.columns,
@@ -80,6 +81,12 @@ class Scheduler:
         self._turn = 0  # the row that is next when the budget serves rows in turn
 
     # ------------------------------------------------------------ requests come and go
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache, with a name for everything that has settled."""
+        self._seats.publisher.flush()
+        return self.memory.cache
 
     @property
     def num_running(self) -> int:
@@ -263,6 +270,7 @@ class Scheduler:
 
         num_new_blocks: what running rows take of the pool in this step.
         """
+        self._seats.publisher.flush()  # so that a newcomer finds all there is
         left, admitted, hits, long_rows, long_counts = share.left, [], [], [], []
         promised = self.memory.promised(self.table, share.run_rows, share.run_counts)
         num_free = self.pool.num_free - num_new_blocks - promised

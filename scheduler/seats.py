@@ -88,6 +88,7 @@ class Seats:
             request.status = RequestStatus.FINISHED
         self._memory.let_go(requests)
         if rows:
+            self.publisher.flush()
             self._memory.release(rows)
             self._vacate(rows)
 
@@ -109,6 +110,7 @@ class Seats:
 
         A request that is ENDING keeps its blocks until then, so that they can be published.
         """
+        self.publisher.flush()
         table, named = self._table, rows.tolist()
         requests = [table.occupant(row) for row in named]
         num_in_flight = self._records.num_in_flight(table)[rows].tolist()
