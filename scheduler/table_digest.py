@@ -160,11 +160,12 @@ class _RowPart:
         ids_per_word = 1 if token_ids.shape[1] % 2 else 2
         self._ids_per_word = ids_per_word
         self._token_words = token_ids[part].view(np.uint64 if ids_per_word == 2 else np.uint32)
-        # What an id of each place weighs within a word.
-        self._id_weights = np.repeat(_weights(self._token_words.shape[1]), ids_per_word)
-        self._id_weights[1::ids_per_word] <<= np.uint64(32 * (ids_per_word - 1))
+        # What the id before each place weighs within a word; before the first there is none.
+        id_weights = np.repeat(_weights(self._token_words.shape[1]), ids_per_word)
+        id_weights[1::ids_per_word] <<= np.uint64(32 * (ids_per_word - 1))
+        self._weights_before = np.concatenate((np.zeros(1, np.uint64), id_weights))
         self._all_ids = token_ids.reshape(-1).view(np.uint32)
-        self._row_starts = np.array(rows) * token_ids.shape[1]
+        self._before_rows = np.array(rows) * token_ids.shape[1] - 1
         # Groups that see alike are folded together: their spec, counts, and the block ids of each.
         alike: dict[tuple[AttentionKind, int, int], list[int]] = {}
         for group, spec in enumerate(groups):
@@ -192,10 +193,10 @@ class _RowPart:
         sums = np.dot(words.astype(np.uint64, copy=False), _weights(words.shape[1]))
         # The last depth - 1 tokens of a row may be known to the workers alone: taken out again. Where a prompt's last
         # token is among them it is folded once an output follows it.
-        for back in range(1, depth):
-            places = self._num_tokens - back
-            ids = self._all_ids.take(self._row_starts + places, mode="clip")
-            sums -= ids * self._id_weights.take(places, mode="clip")
+        for back in range(depth - 1):
+            ends = self._num_tokens - back  # below 1 in a row of fewer tokens: clipped, it weighs nothing
+            ids = self._all_ids.take(self._before_rows + ends, mode="clip")
+            sums -= ids * self._weights_before.take(ends, mode="clip")
         return sums
 
     def _sums_of_blocks(

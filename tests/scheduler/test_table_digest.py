@@ -187,6 +187,19 @@ def test_every_token_that_both_sides_know_counts(depth: int, width: int):
             assert differs == (place < known), (row, place)
 
 
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_a_row_of_fewer_tokens_than_may_be_in_flight_has_nothing_of_its_neighbour(depth: int):
+    """The cells before a row are the end of another one, of which one side may know more."""
+
+    def side(last: int) -> Side:
+        made = Side(depth=depth)
+        made.table.num_tokens[[0, 6, 7]] = 1, 1, 0
+        made.token_ids[5, -1] = made.token_ids[6, -1] = last
+        return made
+
+    assert side(1).steps(8) == side(2).steps(8)
+
+
 def test_every_block_id_that_attention_may_read_counts():
     """Left of a window the scheduler holds 0 and the workers what was once there."""
     side = Side()
