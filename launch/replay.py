@@ -188,6 +188,8 @@ def replay(
 
 def open_recording(path: str | Path) -> Recording:
     """A recording to read. Raises: ValueError, one sentence, if there is no such file."""
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; give the file that was recorded to")
     if not Path(path).is_file():
         raise ValueError(
             f"no recording {path}; make one with `rowcast serve MODEL --record {Path(path).name}`"

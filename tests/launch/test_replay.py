@@ -281,6 +281,7 @@ def test_a_step_is_shown_as_tables(recorded: tuple[Path, int], capsys: pytest.Ca
     ("arguments", "sentence"),
     [
         (["no-such.rec"], "no recording no-such.rec; make one with"),
+        (["."], ". is a folder; give the file that was recorded to"),
         (["FILE", "--until", "0"], "--until counts from 1, got 0"),
         (["FILE", "--until", "99999"], "has no step 99999 to stop at; its last step is"),
         (["FILE", "--explain"], "--explain shows one step; say which with --until STEP"),
