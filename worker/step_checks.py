@@ -6,7 +6,7 @@ exist, admit into a taken row or bring the wrong number of blocks; all of that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -112,37 +112,64 @@ def check_features(admissions: Admissions, vocab_size: int) -> None:
                 )
 
 
-def check_admissions(
-    admissions: Admissions,
-    *,
-    live: np.ndarray,
-    requests: RequestStates,
-    block_tables: BlockTables,
-    groups: Sequence[KVGroupSpec],
-    num_blocks: int,
-    vocab_size: int,
-) -> None:
-    """Each admitted request goes into a free row and everything it brings lies within the tables' limits.
+# temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: least and most
+_REALS = np.array(
+    [
+        [0, np.finfo(np.float32).max],
+        [np.finfo(np.float32).smallest_subnormal, 1],
+        [0, 1],
+        [np.finfo(np.float32).smallest_subnormal, 2],
+        [-2, 2],
+        [-2, 2],
+    ],
+    np.float32,
+)
 
-    Shapes: live [max_num_seqs] bool, after this step's frees.
+
+def _numbers_fit(admissions: Admissions, max_model_len: int) -> bool:
+    """Whether every length and option is in its range, all looked at together: hardly ever is one not.
+
+    What overflows int32 in one of the differences is negative in another.
     """
-    rows, tokens = admissions.rows, admissions.num_tokens
-    check_rows(rows, len(live), "admissions")
+    tokens, prompt = admissions.num_tokens, admissions.num_prompt_tokens
+    cached = admissions.num_cached_tokens
+    from_least = np.array(
+        [
+            tokens - 1,
+            max_model_len - tokens,
+            prompt - 1,
+            tokens - prompt,
+            cached,
+            tokens - 1 - cached,
+            admissions.top_k,
+        ]
+    )
+    reals = np.array(
+        [
+            admissions.temperature,
+            admissions.top_p,
+            admissions.min_p,
+            admissions.repetition_penalty,
+            admissions.presence_penalty,
+            admissions.frequency_penalty,
+        ]
+    )
+    # NaN is neither at least nor at most anything.
+    return bool(
+        from_least.min() >= 0
+        and admissions.seeds.min() >= 0
+        and ((reals >= _REALS[:, :1]) & (reals <= _REALS[:, 1:])).all()
+    )
 
-    def refuse(wrong: np.ndarray, values: np.ndarray, what: str) -> None:
-        if (i := _first(wrong)) is not None:
-            raise ProtocolError(
-                f"step: admission of request {admissions.request_ids[i]!r} to row {rows[i]}: "
-                f"{what}, got {values[i]}"
-            )
 
-    if (i := _first(live[rows])) is not None:
-        raise ProtocolError(
-            f"step: admission of request {admissions.request_ids[i]!r}: row {rows[i]} must be free, "
-            f"it holds request {requests.request_ids[rows[i]]!r}"
-        )
+def _refuse_number(
+    admissions: Admissions,
+    max_model_len: int,
+    refuse: Callable[[np.ndarray, np.ndarray, str], None],
+) -> None:
+    """Say which of the numbers is out of range, the first of them."""
+    tokens, limit = admissions.num_tokens, max_model_len
     prompt, cached = admissions.num_prompt_tokens, admissions.num_cached_tokens
-    limit = requests.max_model_len
     refuse((tokens < 1) | (tokens > limit), tokens, f"num_tokens must be in [1, {limit}]")
     refuse((prompt < 1) | (prompt > tokens), prompt, "num_prompt_tokens must be in [1, num_tokens]")
     refuse(
@@ -163,6 +190,40 @@ def check_admissions(
     for name in ("presence_penalty", "frequency_penalty"):
         penalty = getattr(admissions, name)
         refuse(~(np.abs(penalty) <= 2), penalty, f"{name} must be in [-2, 2]")
+
+
+def check_admissions(
+    admissions: Admissions,
+    *,
+    live: np.ndarray,
+    requests: RequestStates,
+    block_tables: BlockTables,
+    groups: Sequence[KVGroupSpec],
+    num_blocks: int,
+    vocab_size: int,
+) -> None:
+    """Each admitted request goes into a free row and everything it brings lies within the tables' limits.
+
+    Shapes: live [max_num_seqs] bool, after this step's frees.
+    """
+    rows = admissions.rows
+    check_rows(rows, len(live), "admissions")
+
+    def refuse(wrong: np.ndarray, values: np.ndarray, what: str) -> None:
+        if (i := _first(wrong)) is not None:
+            raise ProtocolError(
+                f"step: admission of request {admissions.request_ids[i]!r} to row {rows[i]}: "
+                f"{what}, got {values[i]}"
+            )
+
+    if (i := _first(live[rows])) is not None:
+        raise ProtocolError(
+            f"step: admission of request {admissions.request_ids[i]!r}: row {rows[i]} must be free, "
+            f"it holds request {requests.request_ids[rows[i]]!r}"
+        )
+    cached = admissions.num_cached_tokens
+    if not _numbers_fit(admissions, requests.max_model_len):
+        _refuse_number(admissions, requests.max_model_len, refuse)
     check_features(admissions, vocab_size)
     low, high = int(admissions.token_ids.min()), int(admissions.token_ids.max())
     if low < 0 or high >= vocab_size:
