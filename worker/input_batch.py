@@ -203,7 +203,9 @@ class InputBuilder:
         else:
             sampling = np.flatnonzero(batch.samples)
             logits_indices = starts[sampling + 1] - np.int64(1)
-        padded_starts = np.pad(starts, (0, padded_reqs - num_reqs), mode="edge")
+        padded_starts = starts
+        if padded_reqs > num_reqs:
+            padded_starts = np.pad(starts, (0, padded_reqs - num_reqs), mode="edge")
         step_arrays = (batch.index_mapping, padded_starts, sampling, logits_indices)
         slots = [buffer.first(padded_tokens) for buffer in self._slots]
         return _Views(
@@ -281,7 +283,7 @@ class InputBuilder:
         parts = {
             group: part
             for same, stacked in zip(self._sizes, of_sizes, strict=True)
-            for group, part in zip(same.groups, stacked, strict=True)
+            for group, part in zip(same.groups, stacked.unbind(), strict=True)
         }
         return tuple(parts[group] for group in sorted(parts))
 
