@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 from rowcast.tests.worker.steps import i32, make_state, request, step
-from rowcast.worker.model_runner import sampling_rows
+from rowcast.worker.sampling_inputs import sampling_rows
 
 # request -> (row, prompt, temperature, top_k, top_p, seed)
 OWN = {
@@ -27,7 +27,7 @@ def test_each_request_keeps_its_own_values_in_any_batch_order(order):
     ]
     plan = state.apply(step(*admitted, run={5: 3, 7: 2}, grow=[[1, 2, 3]]))
     assert plan.index_mapping.tolist() == [2, 7, 5]  # fewest tokens first
-    rows = sampling_rows(state, plan)
+    rows = sampling_rows(state.requests, plan)
     assert rows.seeds.tolist() == [42, 43, 41]
     assert rows.temperature.tolist() == [1.5, 0.0, 0.5]
     assert rows.top_k.tolist() == [0, 7, 3]
