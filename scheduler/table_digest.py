@@ -194,7 +194,9 @@ class _RowPart:
         # The last depth - 1 tokens of a row may be known to the workers alone: taken out again. Where a prompt's last
         # token is among them it is folded once an output follows it.
         for back in range(depth - 1):
-            ends = self._num_tokens - back  # below 1 in a row of fewer tokens: clipped, it weighs nothing
+            ends = (
+                self._num_tokens - back
+            )  # below 1 in a row of fewer tokens: clipped, it weighs nothing
             ids = self._all_ids.take(self._before_rows + ends, mode="clip")
             sums -= ids * self._weights_before.take(ends, mode="clip")
         return sums
