@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cluster.config import ClusterConfig, EngineSpec
-from ..scheduler.config import SCHEDULING_POLICIES, SchedulerConfig
+from ..scheduler.config import MAX_DEPTH, SCHEDULING_POLICIES, SchedulerConfig
 from ..worker.config import WorkerConfig
 from .models import default_cache_home, resolve_model
 
@@ -180,7 +180,7 @@ _RANGES = {
     "max_num_batched_tokens": (1, 2**20),
     "max_model_len": (2, 2**31 - 1),  # a prompt token and an output
     "long_prefill_token_threshold": (0, 2**31 - 1),
-    "depth": (1, 64),  # each step under way keeps its batch in memory; more than 2 gains nothing
+    "depth": (1, MAX_DEPTH),
 }
 
 

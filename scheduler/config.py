@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Each step under way keeps its batch in memory; more than 2 gains nothing.
+MAX_DEPTH = 64
 SCHEDULING_POLICIES = ("fcfs", "priority", "fair")
 
 

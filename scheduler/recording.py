@@ -27,6 +27,7 @@ from typing import Any
 import msgpack
 
 from .. import __version__
+from .config import MAX_DEPTH
 from .kv_groups import AttentionKind, KVGroupSpec
 from .scheduler import Scheduler
 
@@ -80,6 +81,8 @@ class Life:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
+        if self.depth > MAX_DEPTH:  # a replay works that often on every step
+            raise ValueError(f"depth must be in [1, {MAX_DEPTH}], got {self.depth}")
 
     @classmethod
     def of(cls, scheduler: Scheduler, *, epoch: int, model: str, world_size: int) -> Life:

@@ -139,6 +139,7 @@ def _forged(kind: int, payload: bytes) -> bytes:
         ({"num_blocks": 0}, "num_blocks must be a whole number, at least 1, got 0"),
         ({"groups": [{"kind": "spiral"}]}, "spiral"),
         ({"added_later": 1}, "added_later"),
+        ({"depth": 2**63}, "depth must be in [1, 64]"),
     ],
 )
 def test_a_life_in_another_form_is_refused_in_a_sentence(
