@@ -273,6 +273,6 @@ def test_a_batch_that_goes_on_has_the_blocks_it_took_since_it_was_gathered(kerne
                     assert batch.slot_mappings[group][batch_index] == slot
                 assert table[3:] == ([[0] * len(table[0])] * 2 if number == 10 else [])
         state.commit(plan, i32(5, 5, 5))
-    # once a block size; before and after the padded step, and after the one that was not built; at block size 1 when
-    # the longest row has taken 8 blocks more
-    assert gathered == [0, 0, 9, 10, 10, 11, 11, 15, 15, 24]
+    # once a block size; with columns to spare when the batch goes on and the longest row takes a block; in the padded
+    # step and after it, and after the one that was not built; at block size 1 when the longest has taken 8 blocks more
+    assert gathered == [0, 0, 1, 1, 10, 10, 11, 11, 15, 15, 24]
