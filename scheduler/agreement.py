@@ -61,19 +61,21 @@ class Batch:
 
     def __init__(
         self,
-        index_mapping: np.ndarray,
+        rows: np.ndarray,
         num_scheduled_tokens: np.ndarray,
         samples: np.ndarray,
         *,
+        num_decodes: int = 0,
         steady_seq_lens: np.ndarray | None = None,
     ) -> None:
-        """steady_seq_lens: of a steady step, the seq_lens of the first that has this batch."""
-        self.index_mapping = index_mapping
+        """num_decodes: so many of the first are known to run one token each. steady_seq_lens: of a steady step, the
+        seq_lens of the first that has this batch."""
+        self.index_mapping = rows.astype(np.int32)
         self.num_scheduled_tokens = num_scheduled_tokens
         self.samples = samples
         self.is_steady = steady_seq_lens is not None
-        self.num_reqs = len(index_mapping)
-        self.rows = index_mapping.astype(np.intp)
+        self.num_reqs = len(rows)
+        self.rows = rows.astype(np.intp, copy=False)
         self.places: np.ndarray | slice = self.rows
         self._first_seq_lens = steady_seq_lens
         self._turns: dict[int, list[np.ndarray]] = {}
@@ -82,8 +84,10 @@ class Batch:
             first, last = int(self.rows[0]), int(self.rows[-1])
             if last - first + 1 == self.num_reqs:
                 self.places = slice(first, last + 1)
-        self.query_start_loc = np.zeros(self.num_reqs + 1, np.int32)
-        np.cumsum(num_scheduled_tokens, out=self.query_start_loc[1:])
+        self.query_start_loc = np.arange(self.num_reqs + 1, dtype=np.int32)
+        if num_decodes < self.num_reqs:
+            more = num_scheduled_tokens[num_decodes:] - 1
+            self.query_start_loc[num_decodes + 1 :] += more.cumsum(dtype=np.int32)
         self.num_tokens = int(self.query_start_loc[-1])
 
     def opening(self, block_size: int, age: int) -> np.ndarray:
@@ -153,10 +157,8 @@ def batch_order(scheduled: np.ndarray, num_computed_tokens: np.ndarray) -> np.nd
     Shapes: scheduled and num_computed_tokens [max_num_seqs]; returns [num_reqs] int32 rows.
     Example: row 7 runs 1 token, row 6 runs 8 -> [7, 6].
     """
-    rows = np.flatnonzero(scheduled)
+    rows = scheduled.nonzero()[0]
     counts, computed = scheduled[rows], num_computed_tokens[rows]
-    if len(rows) and counts.max() == 1 and computed.min() > 0:  # steady: in row order already
-        return rows.astype(np.int32)
     key = 2 * counts.astype(np.int64) + (computed == 0)
     return rows[np.argsort(key, kind="stable")].astype(np.int32)
 
@@ -182,9 +184,15 @@ def plan_step(
                 max_seq_len=previous.max_seq_len + (previous.num_reqs > 0),
                 age=previous.age + 1,
             )
-        plan = _plan_of_decodes(lengths)
-        if plan is not None:
-            return plan
+    default = lengths.live & (lengths.num_tokens - lengths.num_computed_tokens == 1)
+    if len(paused_rows):
+        default[paused_rows] = False
+    decodes = default.nonzero()[0]
+    computed = lengths.num_computed_tokens[decodes]
+    if computed.all() and (not len(run_rows) or run_counts.min() > 1):
+        if len(run_rows):
+            return _plan_of_decodes_and_prompts(lengths, decodes, computed, run_rows, run_counts)
+        return _plan_of_decodes(decodes, computed, is_steady=not len(paused_rows))
     scheduled = scheduled_tokens(lengths, run_rows, run_counts, paused_rows)
     rows = batch_order(scheduled, lengths.num_computed_tokens)
     counts = scheduled[rows]
@@ -194,17 +202,36 @@ def plan_step(
     return _plan(batch, computed, seq_lens)
 
 
-def _plan_of_decodes(lengths: Lengths) -> StepPlan | None:
-    """The same for a step without exceptions in which all that run have context, in a third of the time."""
-    default = lengths.live & (lengths.num_tokens - lengths.num_computed_tokens == 1)
-    rows = np.flatnonzero(default)
-    computed = lengths.num_computed_tokens[rows]
-    if not computed.all():
-        return None
-    ones = np.ones(len(rows), np.int32)
-    seq_lens = computed + 1
-    batch = Batch(rows.astype(np.int32), ones, ones.astype(bool), steady_seq_lens=seq_lens)
+def _plan_of_decodes(decodes: np.ndarray, computed: np.ndarray, *, is_steady: bool) -> StepPlan:
+    """The same where all that run have context and run one token: they are in batch order already."""
+    ones, seq_lens = np.ones(len(decodes), np.int32), computed + 1
+    batch = Batch(
+        decodes,
+        ones,
+        ones.astype(bool),
+        num_decodes=len(decodes),
+        steady_seq_lens=seq_lens if is_steady else None,
+    )
     return _plan(batch, computed, seq_lens)
+
+
+def _plan_of_decodes_and_prompts(
+    lengths: Lengths,
+    decodes: np.ndarray,
+    computed: np.ndarray,
+    run_rows: np.ndarray,
+    run_counts: np.ndarray,
+) -> StepPlan:
+    """The same where those come first, and behind them the few that run more than one token: only these are sorted."""
+    of_prompts = lengths.num_computed_tokens[run_rows]
+    order = np.lexsort((run_rows, of_prompts == 0, run_counts))
+    prompts, counts, of_prompts = run_rows[order], run_counts[order], of_prompts[order]
+    samples = np.ones(len(decodes) + len(prompts), bool)
+    samples[len(decodes) :] = of_prompts + counts == lengths.num_tokens[prompts]
+    counts = np.concatenate((np.ones(len(decodes), np.int32), counts))
+    computed = np.concatenate((computed, of_prompts))
+    batch = Batch(np.concatenate((decodes, prompts)), counts, samples, num_decodes=len(decodes))
+    return _plan(batch, computed, computed + counts)
 
 
 def _plan(batch: Batch, computed: np.ndarray, seq_lens: np.ndarray) -> StepPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,37 +12,59 @@ from .messages import ProtocolError
 from .request import RequestTable
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchColumns:
-    """What stays true of a batch's rows while nobody comes or goes; shared by the steps in which that holds.
+class RowFacts(NamedTuple):
+    """What settling needs of rows, and stays true as long as their occupants hold them.
 
-    Shapes, [num_reqs]: generations int64 name who holds each row; front_index, end_len int32; numbers int64;
-        first_cells intp, where each row begins in the flat token table. version: the table's.
+    Shapes, [n]: front_index, end_len int32; numbers int64; first_cells intp, where each begins in the flat token table.
     """
 
-    version: int
-    generations: np.ndarray
     front_index: np.ndarray
     numbers: np.ndarray
     end_len: np.ndarray
     first_cells: np.ndarray
 
+    @classmethod
+    def of(cls, table: RequestTable, rows: np.ndarray) -> RowFacts:
+        """Gather them; rows [n] intp."""
+        return cls(
+            front_index=table.front_index[rows],
+            numbers=table.number[rows],
+            end_len=table.end_len[rows],
+            first_cells=rows * table.token_ids.shape[1],
+        )
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """An issued step that has not settled.
 
-    columns: what the table said of the batch's rows then.
+class Occupants:
+    """Who holds a batch's rows; the same object in the steps between which nobody comes or goes.
+
+    Shapes: generations [num_reqs] int64. version: the table's.
     """
 
+    __slots__ = ("_columns", "generations", "version")
+
+    def __init__(self, table: RequestTable, rows: np.ndarray) -> None:
+        self.version = table.version
+        self.generations = table.generation[rows]
+        self._columns: RowFacts | None = None
+
+    def columns(self, table: RequestTable, rows: np.ndarray) -> RowFacts:
+        """Say what settling needs of the batch's rows, all of which they hold still: gathered once for all steps."""
+        if self._columns is None:
+            self._columns = RowFacts.of(table, rows)
+        return self._columns
+
+
+class StepRecord(NamedTuple):
+    """An issued step that has not settled."""
+
     plan: StepPlan
-    columns: BatchColumns
+    occupants: Occupants
 
     def held(self, table: RequestTable) -> np.ndarray | None:
         """Tell whose occupant of then holds the row still: [num_reqs] bool, None for everyone."""
-        if self.columns.version == table.version:
+        if self.occupants.version == table.version:
             return None
-        held = table.generation[self.plan.batch.rows] == self.columns.generations
+        held = table.generation[self.plan.batch.rows] == self.occupants.generations
         return None if held.all() else held
 
 
@@ -67,18 +89,18 @@ class Records:
         if (
             latest is None
             or latest.plan.batch is not plan.batch
-            or latest.columns.version != table.version
+            or latest.occupants.version != table.version
         ):
-            columns = _columns(plan.batch.rows, table)
+            occupants = Occupants(table, plan.batch.rows)
         else:
-            columns = latest.columns
-        self._latest = StepRecord(plan=plan, columns=columns)
+            occupants = latest.occupants
+        self._latest = StepRecord(plan, occupants)
         self._steps.append(self._latest)
 
     def previous_plan(self, table: RequestTable) -> StepPlan | None:
         """Name the plan of the latest step, if nobody has come or gone since."""
         latest = self._latest
-        return None if latest is None or latest.columns.version != table.version else latest.plan
+        return None if latest is None or latest.occupants.version != table.version else latest.plan
 
     def settle(self) -> StepRecord:
         """Forget the oldest: its result is here."""
@@ -91,17 +113,6 @@ class Records:
             held, rows = record.held(table), record.plan.batch.rows
             counts[rows if held is None else rows[held]] += 1
         return counts
-
-
-def _columns(rows: np.ndarray, table: RequestTable) -> BatchColumns:
-    return BatchColumns(
-        version=table.version,
-        generations=table.generation[rows],
-        front_index=table.front_index[rows],
-        numbers=table.number[rows],
-        end_len=table.end_len[rows],
-        first_cells=rows * table.token_ids.shape[1],
-    )
 
 
 def check_tokens(tokens: np.ndarray, plan: StepPlan, vocab_size: int) -> None:

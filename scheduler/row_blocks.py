@@ -127,11 +127,12 @@ class RowBlocks:
 
     def num_missing(self, seq_lens: np.ndarray) -> int:
         """Count the blocks that rows lack to hold seq_lens [max_num_seqs] tokens."""
-        return sum(
-            int((blocks_needed(seq_lens, same.block_size) - same.num_blocks).clip(0).sum())
-            * len(same.groups)
-            for same in self.sizes
-        )
+        total = 0
+        for same in self.sizes:
+            rows = (seq_lens > same.num_blocks * same.block_size).nonzero()[0]
+            missing = blocks_needed(seq_lens[rows], same.block_size) - same.num_blocks[rows]
+            total += int(missing.sum()) * len(same.groups)
+        return total
 
     def growth(self, plan: StepPlan) -> Growth:
         """Find the rows that need more blocks than they hold, as the workers will."""

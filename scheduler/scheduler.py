@@ -34,7 +34,7 @@ from .messages import Admissions, SchedulerOutput
 from .newcomers import admissions_of
 from .policy import Policy, make_policy
 from .prefix_cache import PrefixCache
-from .records import Records, StepRecord, check_tokens
+from .records import Records, RowFacts, StepRecord, check_tokens
 from .registry import Registry
 from .request import Request, RequestTable
 from .seats import Seats
@@ -346,31 +346,29 @@ class Scheduler:
 
     def _append(self, record: StepRecord, held: np.ndarray | None, tokens: np.ndarray) -> Columns:
         """Append a token to each row that sampled and is held still, and end those that it ends."""
-        table, batch, of_batch = self.table, record.plan.batch, record.columns
-        rows, places = batch.rows, batch.places
+        table, batch = self.table, record.plan.batch
         lengths = record.plan.seq_lens  # before: whoever samples has computed all it had
-        front_index, numbers = of_batch.front_index, of_batch.numbers
-        end_len, first_cells = of_batch.end_len, of_batch.first_cells
-        if held is not None or not batch.all_sample:
-            keep = batch.samples if held is None else batch.samples & held
-            rows, lengths, tokens = rows[keep], lengths[keep], tokens[keep]
-            places = rows
-            front_index, numbers = front_index[keep], numbers[keep]
-            end_len, first_cells = end_len[keep], first_cells[keep]
-        table.token_cells[first_cells + lengths] = tokens
+        if held is None and batch.all_sample:
+            rows, places = batch.rows, batch.places
+            of_rows = record.occupants.columns(table, rows)
+        else:
+            keep = (batch.samples if held is None else batch.samples & held).nonzero()[0]
+            rows, lengths, tokens = batch.rows[keep], lengths[keep], tokens[keep]
+            places, of_rows = rows, RowFacts.of(table, rows)
+        table.token_cells[of_rows.first_cells + lengths] = tokens
         lengths = lengths + 1
         table.num_settled_tokens[places] = lengths
         codes = np.zeros(len(tokens), np.int8)
-        suspects = self._stops.suspect[tokens] | (lengths >= end_len)
+        suspects = self._stops.suspect[tokens] | (lengths >= of_rows.end_len)
         ended = []
-        for entry in np.flatnonzero(suspects).tolist():
+        for entry in suspects.nonzero()[0].tolist():
             request = table.occupant(int(rows[entry]))
             codes[entry] = self._stops.finish_code(request, int(tokens[entry]), int(lengths[entry]))
             if codes[entry]:
                 ended.append(request)
         if ended:
             self._end(ended)
-        return front_index, numbers, tokens, codes
+        return of_rows.front_index, of_rows.numbers, tokens, codes
 
     def _settle_late(
         self, tokens: np.ndarray, record: StepRecord, batch_indices: np.ndarray

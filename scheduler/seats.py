@@ -143,7 +143,7 @@ class Seats:
         late, last = [], []
         columns = (
             batch_indices,
-            record.columns.generations[batch_indices],
+            record.occupants.generations[batch_indices],
             record.plan.num_computed_tokens[batch_indices],
             record.plan.seq_lens[batch_indices],
         )

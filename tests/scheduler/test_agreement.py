@@ -106,10 +106,11 @@ def test_order_is_that_of_the_rule_said_in_words(rows):
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 2)), max_size=12),
     st.booleans(),
+    st.lists(st.integers(1, 3), max_size=4),
 )
 @settings(deadline=None)
-def test_the_steady_path_gives_the_plan_of_the_general_one(rows, pause):
-    """Two ways to the same plan: were they to differ, sides that took different ones would."""
+def test_the_short_paths_give_the_plan_of_the_general_one(rows, pause, runs):
+    """Several ways to the same plan: were they to differ, sides that took different ones would."""
     made = {
         row: (computed + 1 + more, computed)
         for row, (live, computed, more) in enumerate(rows)
@@ -118,15 +119,24 @@ def test_the_steady_path_gives_the_plan_of_the_general_one(rows, pause):
     table = lengths(made, max(len(rows), 1))
     default = [row for row, (num_tokens, computed) in made.items() if num_tokens - computed == 1]
     paused = i32(*default[:1]) if pause else NONE
-    plan = plan_step(table, NONE, NONE, paused)
-    scheduled = scheduled_tokens(table, NONE, NONE, paused)
+    left = {row: num_tokens - computed for row, (num_tokens, computed) in made.items()}
+    prompts = [row for row in reversed(left) if left[row] > 1][: len(runs)]
+    exceptions = (
+        i32(*prompts),
+        i32(*(min(left[row], n) for row, n in zip(prompts, runs, strict=False))),
+        paused,
+    )
+    plan = plan_step(table, *exceptions)
+    scheduled = scheduled_tokens(table, *exceptions)
     expected = batch_order(scheduled, table.num_computed_tokens)
     np.testing.assert_array_equal(plan.index_mapping, expected, strict=True)
     np.testing.assert_array_equal(plan.num_scheduled_tokens, scheduled[expected], strict=True)
     np.testing.assert_array_equal(
         plan.num_computed_tokens, table.num_computed_tokens[expected], strict=True
     )
-    np.testing.assert_array_equal(plan.samples, np.ones(len(expected), bool), strict=True)
+    computed = table.num_computed_tokens[expected] + scheduled[expected]
+    np.testing.assert_array_equal(plan.samples, computed == table.num_tokens[expected], strict=True)
+    assert plan.batch.query_start_loc.tolist() == [0, *np.cumsum(scheduled[expected])]
 
 
 def test_the_rows_that_open_a_block_take_turns():
