@@ -13,6 +13,7 @@ from rowcast.tests.worker.generation import (
     make_llama,
     make_runner,
     random_prompts,
+    transformers_tokens,
 )
 from rowcast.worker.model_config import ModelConfig
 from rowcast.worker.models.decoder import load_decoder
@@ -153,11 +154,55 @@ def test_a_tensor_that_nobody_computes_with_is_refused(folder: Path):
         load(folder)
 
 
-def test_a_stored_head_beside_a_tied_embedding_changes_nothing(tmp_path: Path):
+def test_a_stored_head_beside_a_tied_embedding_counts_if_it_differs(tmp_path: Path):
+    """transformers unties them, and says so: the folder was trained further, and its config.json not mended."""
     folder = make_llama(tmp_path, tie_word_embeddings=True)
+    embedding: list[torch.Tensor] = []
+
+    def add_head(tensors):
+        embedding.append(tensors["model.embed_tokens.weight"])
+        tensors["lm_head.weight"] = embedding[0].clone()
+
     expected = generate(make_runner(folder), [[1, 2, 3]], greedy(6))
-    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(199, 64)}))
+    rewrite(folder, add_head)
     assert generate(make_runner(folder), [[1, 2, 3]], greedy(6)) == expected
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding[0].flip(0)}))
+    expected = transformers_tokens(folder, [[1, 2, 3]], 6)
+    assert generate(make_runner(folder), [[1, 2, 3]], greedy(6)) == expected
+
+
+def test_other_forms_of_the_weights_beside_model_safetensors_are_passed_over(folder: Path):
+    """Some folders hold the same weights a second time, under the names of the program that trained them."""
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    load(folder)
+
+
+def test_two_files_with_one_tensor_and_no_index_are_named(folder: Path):
+    """Which is the newer nobody can tell."""
+    whole = folder / "model.safetensors"
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "b.safetensors")
+    whole.rename(folder / "a.safetensors")
+    with pytest.raises(
+        ValueError, match=r"a\.safetensors and \S+b\.safetensors both hold .*norm\.weight"
+    ):
+        load(folder)
+
+
+def test_an_index_beside_a_whole_file_that_it_does_not_name_is_refused(folder: Path):
+    whole = (folder / "model.safetensors").read_bytes()
+    split_into(folder, 2)
+    (folder / "model.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"index\.json that does not name it; remove the one"):
+        load(folder)
+
+
+def test_a_tensor_that_the_index_leaves_out_is_still_refused_if_nobody_reads_it(folder: Path):
+    split_into(folder, 2)
+    shard = folder / "model-00001-of-00002.safetensors"
+    tensors = load_file(shard)
+    save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, shard)
+    with pytest.raises(ValueError, match=r"q_norm\.weight belongs to no part of the architecture"):
+        load(folder)
 
 
 def test_an_unknown_dtype_is_named(folder: Path):

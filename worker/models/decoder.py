@@ -113,7 +113,12 @@ def load_decoder(
     for layer in range(config.num_layers):
         layers.append(loader.layer(layer))
         tell(layer + 2)
-    head = embedding if config.tie_word_embeddings else loader.vocab_rows(_HEAD)
+    head = embedding
+    if not config.tie_word_embeddings or checkpoint.has(_HEAD):
+        stored = loader.vocab_rows(_HEAD)
+        # A head of its own beside a config that ties it is a head of its own, as in transformers; a copy is let go.
+        if not config.tie_word_embeddings or not torch.equal(stored, embedding):
+            head = stored
     decoder = Decoder(
         embedding=VocabEmbedding(
             embedding,
@@ -148,5 +153,5 @@ def _rotary(
 
 
 def _changes_nothing(name: str) -> bool:
-    """Tensors that old checkpoints carry and nobody reads: stored frequencies, and a head that is tied anyway."""
-    return name == _HEAD or re.search(r"\.rotary_emb\.inv_freq$", name) is not None
+    """Tensors that old checkpoints carry and nobody reads: stored frequencies."""
+    return re.search(r"\.rotary_emb\.inv_freq$", name) is not None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+_INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
 _ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2}
 
@@ -26,31 +27,25 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._files: dict[Path, Any] = {}
-        self._file_of: dict[str, Path] = {}
+        paths, promised = _weight_files(self._folder)
+        self._files = {path: _open(path) for path in paths}
         self._taken: set[str] = set()
         self.bytes_read = 0
-        index = self._folder / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of = _read_index(index)
-            paths = sorted(set(self._file_of.values()))
-        else:
-            paths = sorted(self._folder.glob("*.safetensors"))
-            if not paths:
+        held = {path: set(file.keys()) for path, file in self._files.items()}
+        for name, path in promised.items():
+            if name not in held[path]:
                 raise ValueError(
-                    f"model folder {self._folder} has no *.safetensors file; give a whole Hugging Face model folder"
+                    f"{path} lacks the tensor {name} that {_INDEX} promises; download it again"
                 )
-        in_files: dict[str, Path] = {}
-        for path in paths:
-            self._files[path] = _open(path)
-            in_files.update(dict.fromkeys(self._files[path].keys(), path))
-        if not self._file_of:
-            self._file_of = in_files
-        for name, path in self._file_of.items():
-            if in_files.get(name) != path:
-                raise ValueError(
-                    f"{path} lacks the tensor {name} that {index.name} promises; download it again"
-                )
+        # A tensor that an index leaves out is one to be asked for too, or to be refused as unread.
+        self._file_of = dict(promised)
+        for path, names in held.items():
+            for name in sorted(names):  # a set would tell one error today and another tomorrow
+                other = self._file_of.setdefault(name, path)
+                if other != path and name not in promised:
+                    raise ValueError(
+                        f"{other} and {path} both hold the tensor {name}; remove the file that is out of date"
+                    )
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -125,6 +120,29 @@ class Checkpoint:
                     f"{path}: tensor {name} belongs to no part of the architecture in config.json; "
                     "rowcast would ignore it and give wrong text"
                 )
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files that hold the model, and in which of them an index says that each tensor is.
+
+    Beside model.safetensors or an index lie other forms of the same weights, under other names: they are passed over.
+    """
+    index, whole = folder / _INDEX, folder / "model.safetensors"
+    if index.exists():
+        promised = _read_index(index)
+        paths = sorted(set(promised.values()))
+        if whole.exists() and whole not in paths:
+            raise ValueError(
+                f"model folder {folder} has {whole.name}, and {index.name} that does not name it; "
+                "remove the one that is out of date"
+            )
+        return paths, promised
+    paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(
+            f"model folder {folder} has no *.safetensors file; give a whole Hugging Face model folder"
+        )
+    return paths, {}
 
 
 def _open(path: Path) -> Any:
