@@ -109,7 +109,8 @@ def what_is_missing(bundle: dict[str, float], num_ranks: int, own: Any) -> str:
         if held and entry["state"] == "CREATED" and identity != own.id.hex():
             holders.append(f"{entry['name'] or identity[:8]} holds {held:g}")
     who = f" ({', '.join(holders)})" if holders else ""
-    return f"needs {num_ranks} bundles of {amount:g} {kind}; the cluster has {free:g} free of {total:g}{who}"
+    bundles = "1 bundle" if num_ranks == 1 else f"{num_ranks} bundles"
+    return f"needs {bundles} of {amount:g} {kind}; the cluster has {free:g} free of {total:g}{who}"
 
 
 def remove_group(group: Any) -> None:

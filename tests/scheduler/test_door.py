@@ -386,6 +386,8 @@ def test_limits_that_make_no_sense_are_refused():
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "depth", "vocab_size"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             SchedulerConfig(**(good | {name: 0}))
+    with pytest.raises(ValueError, match="depth must be at most 64, got 65"):
+        SchedulerConfig(**good, depth=65)
     with pytest.raises(ValueError, match="long_prefill_token_threshold must be at least 0, got -1"):
         SchedulerConfig(**good, long_prefill_token_threshold=-1)
     with pytest.raises(
