@@ -118,7 +118,7 @@ def worked_example() -> StepPicture:
         vocab_size=1000,
     )
     step = SchedulerOutput(
-        admissions=Admissions(
+        admissions=Admissions.of(
             rows=np.array([7, 6], np.int32),
             request_ids=("B", "A"),
             num_tokens=np.array([32, 24], np.int32),

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
+from .asked import Asked as Asked  # part of the same rules, in files of their own
+from .asked import asked_of_step as asked_of_step
 from .kv_groups import blocks_needed
-from .table_digest import (
-    DIGEST_BYTES as DIGEST_BYTES,
-)  # part of the same rules, in a file of its own
+from .table_digest import DIGEST_BYTES as DIGEST_BYTES
 from .table_digest import RowColumns as RowColumns
 from .table_digest import TableDigest as TableDigest
 from .table_digest import disagreement as disagreement

@@ -19,9 +19,9 @@ and control frames from 1, without gaps. Integer lists are `bin` fields of littl
 named below. Never pickle.
 
     freed_rows      rows finished, aborted or preempted
-    admissions      nil, or the columns of `Admissions` in the order of its fields; strings are an array of str, the two
-                    per-group fields are arrays of bin, one a KV group, features an array of bin, one a request, as in
-                    `features.py`
+    admissions      nil, or the fields of `Admissions` in their order; strings are an array of str, numbers one bin of
+                    its lines behind each other, seeds int64, the two per-group fields arrays of bin, one a KV group,
+                    features an array of bin, one a request, as in `features.py`
     run_rows, run_counts   rows with more than one uncomputed token that run, and how many tokens each runs
     paused_rows     rows with exactly one uncomputed token that do not run it in this step
     grown_block_ids one bin a KV group: the new blocks of the rows that grow, in row order (`agreement.derive_growth`)
@@ -31,30 +31,34 @@ named below. Never pickle.
     bits            bin of little-endian int32 words, words_per_row for each of rows: bit i of word w is id 32 * w + i
     digests         bin of 8 bytes a rank, in rank order (`agreement.TableDigest`); empty if the step sampled nothing
     tokens          one int32 a batch_index, -1 where the row did not sample
-    extras          nil, or a map of batch_index to what that row asked for beyond its token
+    extras          nil, or a map of batch_index to what that row asked for beyond its token, as in `extras.py`
 
 A reader takes nothing on trust: whatever is not exactly this raises ProtocolError and nothing else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
 
 import msgpack
 import numpy as np
 
-from .features import Features as Features  # part of the format, in a file of its own
+from .admissions import MAX_REQUEST_ID_BYTES as MAX_REQUEST_ID_BYTES
+from .admissions import Admissions as Admissions  # parts of the format, in files of their own
+from .admissions import admissions_from_wire, admissions_to_wire
+from .extras import Extras as Extras
+from .extras import LogprobRows as LogprobRows
+from .extras import RowExtras as RowExtras
+from .extras import extras_from_wire, extras_to_wire
+from .features import Features as Features
 from .wire_form import (
-    FLOAT32,
     INT32,
-    INT64,
     array_of,
     bytes_of,
     exactly,
     integer,
-    lengths_add_up,
     list_of,
     pack,
     same_length,
@@ -62,8 +66,7 @@ from .wire_form import (
 )
 from .wire_form import ProtocolError as ProtocolError  # every message's reader raises it
 
-PROTOCOL_VERSION = 3
-MAX_REQUEST_ID_BYTES = 256
+PROTOCOL_VERSION = 4
 MAX_ERROR_TEXT = 16_384
 
 _EMPTY = np.empty(0, INT32)
@@ -97,60 +100,6 @@ class ResultKind(IntEnum):
     ERROR = 1
     BYE = 2
     RESULT = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Admissions:
-    """The requests that get a row in this step, as columns; entry i of each belongs to rows[i].
-
-    Shapes: n requests; token_ids and block_ids are concatenated in order, their lengths per request in num_tokens and
-        num_blocks[group]. num_tokens counts prompt and earlier outputs, num_prompt_tokens the prompt alone.
-    Blocks: num_blocks[group][i] blocks cover at least the cached tokens; what the step needs beyond comes as growth.
-    seeds: in [0, 2**63), always drawn. top_k 0 and min_p 0 keep all tokens; a repetition_penalty of 1 is none.
-    features: what few requests ask for, None for all others.
-    """
-
-    rows: np.ndarray  # [n]
-    request_ids: tuple[str, ...]  # n
-    num_tokens: np.ndarray  # [n]
-    token_ids: np.ndarray  # [sum(num_tokens)]
-    num_prompt_tokens: np.ndarray  # [n]
-    num_cached_tokens: np.ndarray  # [n]
-    seeds: np.ndarray  # [n]
-    temperature: np.ndarray  # [n]
-    top_p: np.ndarray  # [n]
-    top_k: np.ndarray  # [n]
-    min_p: np.ndarray  # [n]
-    presence_penalty: np.ndarray  # [n]
-    frequency_penalty: np.ndarray  # [n]
-    repetition_penalty: np.ndarray  # [n]
-    features: tuple[Features | None, ...]  # n
-    num_blocks: tuple[np.ndarray, ...]  # one [n] a KV group
-    block_ids: tuple[np.ndarray, ...]  # one [sum(num_blocks[group])] a KV group
-
-
-_DTYPE_OF = {  # int32 otherwise
-    "seeds": INT64,
-    "temperature": FLOAT32,
-    "top_p": FLOAT32,
-    "min_p": FLOAT32,
-    "presence_penalty": FLOAT32,
-    "frequency_penalty": FLOAT32,
-    "repetition_penalty": FLOAT32,
-}
-_PER_REQUEST = (
-    "num_tokens",
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "seeds",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +144,7 @@ class StepResult:
 
     tokens: np.ndarray
     digests: bytes = b""
-    extras: dict[int, Any] | None = None
+    extras: Extras | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +194,7 @@ def encode_step(step: SchedulerOutput, *, epoch: int, sequence: int) -> bytes:
     """Serialize one step. A steady decode step of any number of rows carries only the ids of new blocks."""
     body = [
         bytes_of(step.freed_rows, INT32),
-        None if step.admissions is None else _admissions_to_wire(step.admissions),
+        None if step.admissions is None else admissions_to_wire(step.admissions),
         bytes_of(step.run_rows, INT32),
         bytes_of(step.run_counts, INT32),
         bytes_of(step.paused_rows, INT32),
@@ -254,21 +203,6 @@ def encode_step(step: SchedulerOutput, *, epoch: int, sequence: int) -> bytes:
         step.digest,
     ]
     return pack([PROTOCOL_VERSION, epoch, int(FrameKind.STEP), sequence, *body])
-
-
-def _admissions_to_wire(admissions: Admissions) -> list[Any]:
-    columns: list[Any] = []
-    for column in fields(admissions):
-        value = getattr(admissions, column.name)
-        if column.name == "request_ids":
-            columns.append(list(value))
-        elif column.name == "features":
-            columns.append([b"" if features is None else features.pack() for features in value])
-        elif isinstance(value, tuple):
-            columns.append([bytes_of(ids, INT32) for ids in value])
-        else:
-            columns.append(bytes_of(value, _DTYPE_OF.get(column.name, INT32)))
-    return columns
 
 
 def encode_ready(*, epoch: int, rank: int) -> bytes:
@@ -285,7 +219,7 @@ def encode_bye(*, epoch: int, sequence: int, rank: int) -> bytes:
 
 
 def encode_result(result: StepResult, *, epoch: int, sequence: int) -> bytes:
-    body = [result.digests, bytes_of(result.tokens, INT32), result.extras]
+    body = [result.digests, bytes_of(result.tokens, INT32), extras_to_wire(result.extras)]
     return pack([PROTOCOL_VERSION, epoch, int(ResultKind.RESULT), sequence, *body])
 
 
@@ -353,7 +287,7 @@ def _step_from_wire(body: list[Any]) -> SchedulerOutput:
         raise ProtocolError(f"step frame: digest must be bin of 0 or 8 bytes, got {short(digest)}")
     return SchedulerOutput(
         freed_rows=array_of(body[0], "step frame: freed_rows"),
-        admissions=None if body[1] is None else _admissions_from_wire(body[1], len(grown)),
+        admissions=None if body[1] is None else admissions_from_wire(body[1], len(grown)),
         run_rows=run_rows,
         run_counts=run_counts,
         paused_rows=array_of(body[4], "step frame: paused_rows"),
@@ -361,58 +295,6 @@ def _step_from_wire(body: list[Any]) -> SchedulerOutput:
         masked_rows=array_of(body[6], "step frame: masked_rows"),
         digest=digest,
     )
-
-
-def _admissions_from_wire(value: Any, num_groups: int) -> Admissions:
-    columns = fields(Admissions)
-    values = list_of(value, "admissions")
-    exactly(values, len(columns), "admissions")
-    decoded: dict[str, Any] = {}
-    for column, raw in zip(columns, values, strict=True):
-        what = f"admissions: {column.name}"
-        if column.name == "request_ids":
-            ids = tuple(list_of(raw, what))
-            for request_id in ids:
-                if (
-                    not isinstance(request_id, str)
-                    or len(request_id.encode()) > MAX_REQUEST_ID_BYTES
-                ):
-                    raise ProtocolError(
-                        f"{what} must be strings of at most {MAX_REQUEST_ID_BYTES} bytes, "
-                        f"got {short(request_id)}"
-                    )
-            decoded[column.name] = ids
-        elif column.name == "features":
-            decoded[column.name] = tuple(_features(packed, what) for packed in list_of(raw, what))
-        elif column.name in ("num_blocks", "block_ids"):
-            groups = list_of(raw, what)
-            if len(groups) != num_groups:
-                raise ProtocolError(f"{what} must have {num_groups} KV groups, got {len(groups)}")
-            decoded[column.name] = tuple(array_of(ids, what) for ids in groups)
-        else:
-            decoded[column.name] = array_of(raw, what, _DTYPE_OF.get(column.name, INT32))
-    admissions = Admissions(**decoded)
-    count = len(admissions.rows)
-    if count == 0:
-        raise ProtocolError("admissions must name at least one row, or be nil")
-    for name in ("request_ids", "features", *_PER_REQUEST):
-        same_length(getattr(admissions, name), count, f"admissions: {name}")
-    lengths_add_up(admissions.num_tokens, admissions.token_ids, "admissions: token_ids")
-    for group, (counts, ids) in enumerate(
-        zip(admissions.num_blocks, admissions.block_ids, strict=True)
-    ):
-        same_length(counts, count, f"admissions: num_blocks of group {group}")
-        lengths_add_up(counts, ids, f"admissions: block_ids of group {group}")
-    return admissions
-
-
-def _features(value: Any, what: str) -> Features | None:
-    if not isinstance(value, bytes):
-        raise ProtocolError(f"{what} must be bin, got {short(value)}")
-    try:
-        return Features.unpack(value)
-    except ValueError as error:
-        raise ProtocolError(f"{what}: {error}") from None
 
 
 def _mask_from_wire(body: list[Any]) -> Mask:
@@ -457,16 +339,13 @@ def decode_report(message: bytes) -> WorkerReport:
     kind = _RESULT_KINDS[kind]
     if kind is ResultKind.RESULT:
         exactly(body, 3, "result")
-        digests, extras = body[0], body[2]
+        digests = body[0]
         if not isinstance(digests, bytes) or len(digests) % 8:
             raise ProtocolError(
                 f"result: digests must be bin of 8 bytes a rank, got {short(digests)}"
             )
-        if extras is not None and not isinstance(extras, dict):
-            raise ProtocolError(f"result: extras must be a map or nil, got {short(extras)}")
         tokens = array_of(body[1], "result: tokens")
-        for batch_index in extras or {}:
-            integer(batch_index, "result: a key of extras", max(len(tokens), 1))
+        extras = extras_from_wire(body[2], len(tokens))
         result = StepResult(tokens=tokens, digests=digests, extras=extras)
         return WorkerReport(epoch=epoch, kind=kind, sequence=sequence, result=result)
     exactly(body, 2 if kind is ResultKind.ERROR else 1, f"{kind.name.lower()} report")

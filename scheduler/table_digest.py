@@ -32,7 +32,8 @@ class RowColumns:
 
     A row that nobody holds has 0 in every column, on both sides.
     Shapes: all [max_num_seqs]; live bool, seeds int64, temperature, top_p, min_p and the penalties float32, the others
-    int32; words uint64, all of them behind each other. features is the checksum of what cannot be a column.
+    int32; words uint64, all of them behind each other. features is the checksum of what cannot be a column. admitted
+    [10, max_num_seqs] int32: the columns that an admission fills, line by line as `Admissions.numbers`.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -42,10 +43,11 @@ class RowColumns:
         self.seeds = memory[: 8 * size].view(np.int64)
         self._narrow = memory[8 * size : 52 * size].view(np.int32).reshape(11, size)
         self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = self._narrow[:3]
-        self.top_k, self.features = self._narrow[3:5]
-        reals = self._narrow[5:].view(np.float32)
+        self.top_k = self._narrow[3]
+        reals = self._narrow[4:10].view(np.float32)
         self.temperature, self.top_p, self.min_p = reals[:3]
         self.presence_penalty, self.frequency_penalty, self.repetition_penalty = reals[3:]
+        self.admitted, self.features = self._narrow[:10], self._narrow[10]
         self.live = memory[52 * size : 53 * size].view(bool)
 
     def clear(self, rows: np.ndarray | list[int]) -> None:

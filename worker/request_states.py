@@ -12,29 +12,14 @@ import numpy as np
 from ..scheduler.agreement import RowColumns
 from ..scheduler.messages import Admissions, Features
 
-# Which part of an admission fills which column.
-_FILLED_BY = {
-    "num_tokens": "num_tokens",
-    "num_computed_tokens": "num_cached_tokens",
-    "num_prompt_tokens": "num_prompt_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "seeds": "seeds",
-}
-
 
 class RequestStates:
     """Struct of arrays; index is the row.
 
     Shapes: token_ids [max_num_seqs, max_model_len] int32, 0 beyond num_tokens; request_ids max_num_seqs strings, None
         for a free row; all others [max_num_seqs], 0 in a free row. columns: all others, as the digest reads them.
-    features, penalized: what few rows ask for, and which rows have a penalty. Most of the time both are empty, and
-        nobody looks at any row.
+    features, penalized, asking: what few rows ask of the logits, which rows have a penalty, and which ask for
+        log-probabilities. Most of the time all are empty, and nobody looks at any row.
     live, num_tokens and num_computed_tokens are what `scheduler.agreement.Lengths` asks for. num_tokens counts prompt
         and outputs, num_prompt_tokens the prompt alone.
     """
@@ -57,6 +42,7 @@ class RequestStates:
         self.feature_checksums = columns.features
         self.seeds = columns.seeds
         self.features: dict[int, Features] = {}
+        self.asking: dict[int, Features] = {}
         self.penalized: set[int] = set()
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.request_ids: list[str | None] = [None] * max_num_seqs
@@ -65,36 +51,34 @@ class RequestStates:
         """Fill one row per admission, every column of it and the whole width of its token ids."""
         rows = admissions.rows
         self.live[rows] = True
-        for column, source in _FILLED_BY.items():
-            getattr(self, column)[rows] = getattr(admissions, source)
+        self.columns.admitted[:, rows] = admissions.numbers
+        self.seeds[rows] = admissions.seeds
         self._add_features(admissions)
-        ends = np.cumsum(admissions.num_tokens)
-        for row, request_id, end, length in zip(
-            rows.tolist(),
-            admissions.request_ids,
-            ends.tolist(),
-            admissions.num_tokens.tolist(),
-            strict=True,
+        start = 0
+        for row, request_id, length in zip(
+            rows.tolist(), admissions.request_ids, admissions.num_tokens.tolist(), strict=True
         ):
-            self.token_ids[row, :length] = admissions.token_ids[end - length : end]
+            self.token_ids[row, :length] = admissions.token_ids[start : start + length]
             self.token_ids[row, length:] = 0
             self.request_ids[row] = request_id
+            start += length
 
     def _add_features(self, admissions: Admissions) -> None:
         rows = admissions.rows
-        for row, features in zip(rows.tolist(), admissions.features, strict=True):
-            if features is None:
-                self.features.pop(row, None)
-                self.feature_checksums[row] = 0
-            else:
-                self.features[row] = features
+        features_of_row = zip(rows.tolist(), admissions.features, strict=True)
+        self.feature_checksums[rows] = 0
+        for row, features in features_of_row:
+            self.features.pop(row, None)
+            self.asking.pop(row, None)
+            if features is not None:
+                if features.adjusts:
+                    self.features[row] = features
+                if features.asks:
+                    self.asking[row] = features
                 self.feature_checksums[row] = features.checksum
-        has_penalty = (
-            (admissions.presence_penalty != 0)
-            | (admissions.frequency_penalty != 0)
-            | (admissions.repetition_penalty != 1)
-        )
+        presence, frequency, repetition = admissions.reals[3:]
         self.penalized.difference_update(rows.tolist())
+        has_penalty = (presence != 0) | (frequency != 0) | (repetition != 1)
         self.penalized.update(rows[has_penalty].tolist())
 
     def remove(self, rows: np.ndarray) -> None:
@@ -103,6 +87,7 @@ class RequestStates:
             self.token_ids[row, : self.num_tokens[row]] = 0
             self.request_ids[row] = None
             self.features.pop(row, None)
+            self.asking.pop(row, None)
             self.penalized.discard(row)
         self.columns.clear(rows)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..scheduler.agreement import Lengths
+from ..scheduler.agreement import Lengths, StepPlan
 from ..scheduler.kv_groups import KVGroupSpec, blocks_needed, first_needed_block
-from ..scheduler.messages import Admissions, ProtocolError, SchedulerOutput
+from ..scheduler.messages import Admissions, Mask, ProtocolError, SchedulerOutput
 from .block_tables import BlockTables, ragged_cells
 from .request_states import RequestStates
 
@@ -27,10 +27,12 @@ def check_rows(rows: np.ndarray, max_num_seqs: int, what: str) -> None:
     """Each of rows [n] exists and is named once."""
     if not len(rows):
         return
-    if (i := _first((rows < 0) | (rows >= max_num_seqs))) is not None:
-        raise ProtocolError(f"step: {what}: rows are [0, {max_num_seqs}), got {rows[i]}")
-    seen = np.bincount(rows, minlength=max_num_seqs)
-    if (row := _first(seen > 1)) is not None:
+    if int(rows.view(np.uint32).max()) >= max_num_seqs:  # a negative one is very high
+        outside = rows[(rows < 0) | (rows >= max_num_seqs)][0]
+        raise ProtocolError(f"step: {what}: rows are [0, {max_num_seqs}), got {outside}")
+    if len(set(rows.tolist())) < len(rows):
+        seen = np.bincount(rows)
+        row = int(seen.argmax())
         raise ProtocolError(f"step: {what}: row {row} is named {seen[row]} times, expected once")
 
 
@@ -70,6 +72,43 @@ def check_exceptions(step: SchedulerOutput, lengths: Lengths) -> None:
         )
 
 
+def check_masked_rows(rows: np.ndarray, plan: StepPlan) -> None:
+    """masked_rows are some of the rows that sample in this step, in batch order."""
+    sampling = plan.index_mapping[plan.samples]
+    if not np.array_equal(sampling[np.isin(sampling, rows)], rows):
+        raise ProtocolError(
+            "step: masked_rows must be rows that sample in this step, each named once and in batch order, got "
+            f"{_listed(rows)} where {_listed(sampling)} sample"
+        )
+
+
+def check_mask(mask: Mask, masked_rows: np.ndarray, vocab_size: int) -> None:
+    """A mask allows each row that waits for one at least one id of the vocabulary, and nothing beyond it."""
+    if not np.array_equal(mask.rows, masked_rows):
+        raise ProtocolError(
+            f"mask: rows must be the step's masked_rows {_listed(masked_rows)}, got {_listed(mask.rows)}"
+        )
+    num_words = -(-vocab_size // 32)
+    if mask.bits.shape[1] != num_words:
+        raise ProtocolError(
+            f"mask: words_per_row must be {num_words} for a vocabulary of {vocab_size} ids, got {mask.bits.shape[1]}"
+        )
+    beyond = np.zeros(32, np.uint8)
+    beyond[(vocab_size - 1) % 32 + 1 :] = 1
+    word = np.packbits(beyond, bitorder="little").view("<i4")
+    if (i := _first((mask.bits[:, -1:] & word).any(axis=1))) is not None:
+        raise ProtocolError(
+            f"mask: row {mask.rows[i]} allows ids beyond the vocabulary [0, {vocab_size})"
+        )
+    if (i := _first((mask.bits == 0).all(axis=1))) is not None:
+        raise ProtocolError(f"mask: row {mask.rows[i]} must allow at least one id, it allows none")
+
+
+def _listed(rows: np.ndarray) -> str:
+    """A few of them."""
+    return f"[{', '.join(map(str, rows[:8].tolist()))}{', ...' if len(rows) > 8 else ''}]"
+
+
 def check_block_ids(block_ids: np.ndarray, num_blocks: int, what: str) -> None:
     """Each id is a pool block, and not the null block 0."""
     if not len(block_ids):
@@ -105,60 +144,43 @@ def check_grown_blocks(grown: Sequence[np.ndarray], num_blocks: int) -> None:
 def check_features(admissions: Admissions, vocab_size: int) -> None:
     """Every token id that a request names is one of the vocabulary."""
     for request_id, features in zip(admissions.request_ids, admissions.features, strict=True):
-        for name, ids in () if features is None else features.ids():
+        if features is None:
+            continue
+        for name, ids in features.ids():
             if (i := _first((ids < 0) | (ids >= vocab_size))) is not None:
                 raise ProtocolError(
                     f"step: admission of request {request_id!r}: {name}: token ids are [0, {vocab_size}), got {ids[i]}"
                 )
 
 
-# temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: least and most
-_REALS = np.array(
+# By line of `Admissions.reals`: the least and the most.
+_LEAST_REALS, _MOST_REALS = np.array(
     [
-        [0, np.finfo(np.float32).max],
-        [np.finfo(np.float32).smallest_subnormal, 1],
-        [0, 1],
-        [np.finfo(np.float32).smallest_subnormal, 2],
-        [-2, 2],
-        [-2, 2],
+        [0, np.finfo(np.float32).max],  # temperature
+        [np.finfo(np.float32).smallest_subnormal, 1],  # top_p
+        [0, 1],  # min_p
+        [-2, 2],  # presence_penalty
+        [-2, 2],  # frequency_penalty
+        [np.finfo(np.float32).smallest_subnormal, 2],  # repetition_penalty
     ],
     np.float32,
-)
+).T[:, :, None]
 
 
 def _numbers_fit(admissions: Admissions, max_model_len: int) -> bool:
-    """Whether every length and option is in its range, all looked at together: hardly ever is one not.
-
-    What overflows int32 in one of the differences is negative in another.
-    """
-    tokens, prompt = admissions.num_tokens, admissions.num_prompt_tokens
-    cached = admissions.num_cached_tokens
-    from_least = np.array(
-        [
-            tokens - 1,
-            max_model_len - tokens,
-            prompt - 1,
-            tokens - prompt,
-            cached,
-            tokens - 1 - cached,
-            admissions.top_k,
-        ]
-    )
-    reals = np.array(
-        [
-            admissions.temperature,
-            admissions.top_p,
-            admissions.min_p,
-            admissions.repetition_penalty,
-            admissions.presence_penalty,
-            admissions.frequency_penalty,
-        ]
-    )
+    """Whether every length and option is in its range, all looked at together: hardly ever is one not."""
+    tokens, cached, prompt, top_k = admissions.numbers[:4]
+    reals = admissions.reals
     # NaN is neither at least nor at most anything.
     return bool(
-        from_least.min() >= 0
+        tokens.max() <= max_model_len
+        and prompt.min() >= 1
+        and (prompt <= tokens).all()
+        and cached.min() >= 0
+        and (cached < tokens).all()
+        and top_k.min() >= 0
         and admissions.seeds.min() >= 0
-        and ((reals >= _REALS[:, :1]) & (reals <= _REALS[:, 1:])).all()
+        and ((reals >= _LEAST_REALS) & (reals <= _MOST_REALS)).all()
     )
 
 
@@ -175,20 +197,18 @@ def _refuse_number(
     refuse(
         (cached < 0) | (cached >= tokens), cached, "num_cached_tokens must be in [0, num_tokens)"
     )
-    seeds, temperature = admissions.seeds, admissions.temperature
-    top_p, top_k = admissions.top_p, admissions.top_k
+    seeds, top_k = admissions.seeds, admissions.top_k
     refuse(seeds < 0, seeds, "seed must be in [0, 2**63)")
+    temperature, top_p, min_p, presence, frequency, repetition = admissions.reals
     finite = np.isfinite(temperature)
     refuse(~finite | (temperature < 0), temperature, "temperature must be finite and at least 0")
     refuse(~((top_p > 0) & (top_p <= 1)), top_p, "top_p must be in (0, 1]")
     refuse(top_k < 0, top_k, "top_k must be at least 0")
-    min_p, repetition = admissions.min_p, admissions.repetition_penalty
     refuse(~((min_p >= 0) & (min_p <= 1)), min_p, "min_p must be in [0, 1]")
     refuse(
         ~((repetition > 0) & (repetition <= 2)), repetition, "repetition_penalty must be in (0, 2]"
     )
-    for name in ("presence_penalty", "frequency_penalty"):
-        penalty = getattr(admissions, name)
+    for name, penalty in (("presence_penalty", presence), ("frequency_penalty", frequency)):
         refuse(~(np.abs(penalty) <= 2), penalty, f"{name} must be in [-2, 2]")
 
 
@@ -225,13 +245,26 @@ def check_admissions(
     if not _numbers_fit(admissions, requests.max_model_len):
         _refuse_number(admissions, requests.max_model_len, refuse)
     check_features(admissions, vocab_size)
-    low, high = int(admissions.token_ids.min()), int(admissions.token_ids.max())
-    if low < 0 or high >= vocab_size:
+    if admissions.token_ids.view(np.uint32).max() >= vocab_size:  # a negative one is very high
+        low, high = int(admissions.token_ids.min()), int(admissions.token_ids.max())
         wrong = low if low < 0 else high
         raise ProtocolError(
             f"step: admissions: token ids are [0, {vocab_size}), got {wrong}; "
             "does the scheduler know the same model?"
         )
+    if cached.any() or any(map(len, admissions.block_ids)):
+        _check_hits(admissions, block_tables, groups, num_blocks, refuse)
+
+
+def _check_hits(
+    admissions: Admissions,
+    block_tables: BlockTables,
+    groups: Sequence[KVGroupSpec],
+    num_blocks: int,
+    refuse: Callable[[np.ndarray, np.ndarray, str], None],
+) -> None:
+    """The blocks that come with admissions are those of the cached tokens."""
+    rows, cached = admissions.rows, admissions.num_cached_tokens
     sizes: dict[int, int] = {}  # the first group of each block size
     for group, (counts, block_ids) in enumerate(
         zip(admissions.num_blocks, admissions.block_ids, strict=True)

@@ -62,7 +62,7 @@ def _admit(rows: np.ndarray, prompt_len: int, blocks_of_row: Sequence[int]) -> A
     for count in blocks_of_row:
         block_ids.append(np.arange(next_block, next_block + num_rows * count, dtype=np.int32))
         next_block += num_rows * count
-    return Admissions(
+    return Admissions.of(
         rows=rows,
         request_ids=tuple(f"warm-up-{row}" for row in range(num_rows)),
         num_tokens=np.full(num_rows, prompt_len, np.int32),

@@ -20,12 +20,14 @@ from rowcast.scheduler.messages import (
     Mask,
     ProtocolError,
     ResultKind,
+    RowExtras,
     SchedulerOutput,
     StepResult,
     decode_frame,
     decode_report,
     peek_report,
 )
+from rowcast.tests.scheduler.logprob_rows import some_rows
 from rowcast.tests.scheduler.mangle import mangled
 
 NUM_BAD_FRAMES = 100_000  # and as many reports; front messages have their own
@@ -43,11 +45,14 @@ def some_features() -> Features:
         bad_words=(i32(9), i32(10, 11, 60)),
         min_tokens=5,
         min_tokens_ids=i32(2),
+        logprobs=0,
+        prompt_logprobs=20,
+        prompt_logprobs_from=7,
     )
 
 
 def two_admissions() -> Admissions:
-    return Admissions(
+    return Admissions.of(
         rows=i32(3, 0),
         request_ids=("chat-17", "ü"),
         num_tokens=i32(2, 3),
@@ -140,7 +145,7 @@ def admissions(draw, num_groups: int):
     lengths = st.lists(st.integers(0, 6), min_size=count, max_size=count).map(lambda v: i32(*v))
     num_tokens = draw(lengths)
     num_blocks = tuple(draw(lengths) for _ in range(num_groups))
-    return Admissions(
+    return Admissions.of(
         rows=draw(columns(np.int32, count)),
         request_ids=tuple(draw(st.lists(st.text(max_size=40), min_size=count, max_size=count))),
         num_tokens=num_tokens,
@@ -215,8 +220,16 @@ def test_numbers_of_other_integer_types_are_sent_as_int32():
 def test_a_result_comes_back_as_it_was_sent(tokens, digests, with_extras):
     """W12: extras is a map with integer keys, which msgpack refuses unless told otherwise."""
     extras = (
-        {int(i): {"logprobs": [0.5, -1.0]} for i in range(len(tokens))} if with_extras else None
-    )
+        {
+            place: RowExtras(
+                logprobs=None if place % 3 == 1 else some_rows([place], place % 4),
+                prompt_logprobs=some_rows([5, 7], 2) if place % 3 else None,
+            )
+            for place in range(len(tokens))
+        }
+        if with_extras
+        else None
+    ) or None
     result = StepResult(tokens=tokens, digests=digests, extras=extras)
     report = decode_report(messages.encode_result(result, epoch=2**62, sequence=2**40))
     assert (report.epoch, report.sequence, report.kind, report.rank) == (
@@ -284,7 +297,10 @@ def step_with(place: int, value) -> bytes:
         (packed(PROTOCOL_VERSION, 5, 0, 0) + b"\x00", "no MessagePack"),
         (msgpack.packb({}), "an array of at least 4"),
         (packed(PROTOCOL_VERSION, 5, 0), "an array of at least 4"),
-        (packed(PROTOCOL_VERSION + 1, 5, 0, 0), "has protocol version 4, this side speaks 3"),
+        (
+            packed(PROTOCOL_VERSION + 1, 5, 0, 0),
+            f"has protocol version {PROTOCOL_VERSION + 1}, this side speaks {PROTOCOL_VERSION}",
+        ),
         (packed(True, 5, 0, 0), "has protocol version True"),
         (packed(float(PROTOCOL_VERSION), 5, 0, 0), "has protocol version 3.0"),
         (packed(PROTOCOL_VERSION, -5, 0, 0), "epoch must be an integer"),
@@ -306,7 +322,7 @@ def step_with(place: int, value) -> bytes:
         (step_with(2, b"\0" * 8), "run_counts must have 2 entries, got 0"),
         (step_with(5, {}), "grown_block_ids must be an array"),
         (step_with(5, [b"\0"]), "grown_block_ids of group 0 must be bin"),
-        (step_with(1, []), "admissions must carry 17 values"),
+        (step_with(1, []), "admissions must carry 8 values"),
         (step_with(7, b"1234567"), "digest must be bin of 0 or 8 bytes"),
         (step_with(7, "12345678"), "digest must be bin of 0 or 8 bytes"),
         (step_with(7, None), "digest must be bin of 0 or 8 bytes"),
@@ -323,12 +339,15 @@ def test_a_frame_that_is_not_exactly_one_is_refused(frame, said):
     [
         ({"request_ids": ("a",)}, "request_ids must have 2 entries, got 1"),
         ({"request_ids": ("a", "x" * (MAX_REQUEST_ID_BYTES + 1))}, "strings of at most 256"),
-        ({"num_tokens": i32(2, 2)}, "token_ids must have 4 entries as its lengths say, got 5"),
-        ({"num_tokens": i32(6, -1)}, "a length is negative"),
+        (
+            {"token_ids": i32(5, 6, 7, 8)},
+            "token_ids must have 5 entries as its lengths say, got 4",
+        ),
+        ({"numbers": two_admissions().numbers - i32(0, 4)}, "a length is negative"),
         ({"seeds": np.array([1])}, "seeds must have 2 entries, got 1"),
         ({"features": (None,)}, "features must have 2 entries, got 1"),
-        ({"min_p": np.zeros(1)}, "min_p must have 2 entries, got 1"),
-        ({"top_k": i32(1, 2, 3)}, "top_k must have 2 entries, got 3"),
+        ({"numbers": np.zeros((9, 2))}, "numbers must have 20 entries, got 18"),
+        ({"numbers": np.zeros((10, 3))}, "numbers must have 20 entries, got 30"),
         ({"num_blocks": (i32(1, 0),)}, "num_blocks must have 2 KV groups, got 1"),
         ({"block_ids": (i32(37), i32(12))}, "block_ids of group 1 must have 2 entries"),
         ({"num_blocks": (i32(1), i32(0, 2))}, "num_blocks of group 0 must have 2 entries, got 1"),
@@ -371,7 +390,7 @@ IDS, HALF = i32(3, 5).tobytes(), np.array([0.5, 0.5], np.float32).tobytes()
 def test_features_that_are_not_exactly_some_are_refused(features, said):
     message = messages.encode_step(full_step(), epoch=5, sequence=7)
     values = msgpack.unpackb(message)
-    values[5][14] = [b"", features]
+    values[5][5] = [b"", features]
     with pytest.raises(ProtocolError, match=said):
         decode_frame(msgpack.packb(values))
 
@@ -393,7 +412,7 @@ def test_the_checksum_of_features_tells_them_apart():
 
 def test_admissions_that_admit_nobody_are_refused():
     """Two ways to say nothing would be two ways to disagree."""
-    nobody = Admissions(
+    nobody = Admissions.of(
         rows=i32(),
         request_ids=(),
         num_tokens=i32(),
@@ -427,7 +446,8 @@ def test_admissions_that_admit_nobody_are_refused():
         (packed(PROTOCOL_VERSION, 5, 1, 0, 0, b"x"), "text must be a string"),
         (packed(PROTOCOL_VERSION, 5, 3, 7, b"1234567", b"", None), "digests must be bin of 8"),
         (packed(PROTOCOL_VERSION, 5, 3, 7, b"", b"123", None), "tokens must be bin"),
-        (packed(PROTOCOL_VERSION, 5, 3, 7, b"", b"1234", []), "extras must be a map or nil"),
+        (packed(PROTOCOL_VERSION, 5, 3, 7, b"", b"1234", []), "extras must be a map of at least"),
+        (packed(PROTOCOL_VERSION, 5, 3, 7, b"", b"1234", {}), "extras must be a map of at least"),
         (packed(PROTOCOL_VERSION, 5, 3, 7, b"", b"1234", {1: 0}), "a key of extras"),
         (packed(PROTOCOL_VERSION, 5, 3, 7, b"", b"1234", {"0": 0}), "a key of extras"),
     ],
@@ -475,12 +495,17 @@ GOOD_FRAMES = [
         Mask(step_sequence=6, rows=i32(4), bits=i32(1).reshape(1, 1)), epoch=5, sequence=9
     ),
 ]
+SOME_EXTRAS = {
+    0: RowExtras(logprobs=some_rows([4], 3)),
+    1: RowExtras(prompt_logprobs=some_rows([9, 8, 7], 1)),
+    2: RowExtras(logprobs=some_rows([6], 0), prompt_logprobs=some_rows([5], 20)),
+}
 GOOD_REPORTS = [
     messages.encode_ready(epoch=5, rank=1),
     messages.encode_bye(epoch=5, sequence=2, rank=1),
     messages.encode_error(epoch=5, sequence=2, rank=1, text="boom"),
     messages.encode_result(
-        StepResult(tokens=i32(4, -1, 6), digests=b"12345678", extras={0: [1.5]}),
+        StepResult(tokens=i32(4, -1, 6), digests=b"12345678", extras=SOME_EXTRAS),
         epoch=5,
         sequence=2,
     ),

@@ -79,7 +79,7 @@ def admissions(*requests: dict, num_groups: int = 1) -> Admissions:
     def blocks_of(entry: dict, index: int) -> Sequence[int]:
         return entry["blocks"][index] if entry["blocks"] else ()
 
-    return Admissions(
+    return Admissions.of(
         rows=column("rows"),
         request_ids=tuple(entry["request_ids"] for entry in requests),
         num_tokens=i32(*(len(entry["tokens"]) for entry in requests)),
