@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..scheduler.extras import LogprobRows
 from ..scheduler.front_messages import FinishCode
 from ..scheduler.sampling_params import SamplingParams
 from .stop_strings import StopStrings
@@ -30,6 +31,8 @@ class AnswerText:
                 "use stop_token_ids"
             )
         self._params = params
+        self._processor = processor
+        self._processor = processor
         self._detokenizer = (
             IncrementalDetokenizer(processor, prompt_ids, params.skip_special_tokens)
             if params.detokenize
@@ -47,6 +50,13 @@ class AnswerText:
         """Whether any token may end the answer here: then each must be appended as it comes."""
         return self._stops is not None
 
+    def texts_of(self, rows: Sequence[LogprobRows | None]) -> dict[int, str]:
+        """The text of each token that log-probabilities name; nothing without detokenization."""
+        if self._detokenizer is None or not self._processor.has_tokenizer:
+            return {}
+        ids = {i for one in rows if one is not None for i in one.token_ids.reshape(-1).tolist()}
+        return {token_id: self._processor.token_text(token_id) for token_id in ids}
+
     def append(self, token_ids: Sequence[int], finish: FinishCode) -> str:
         """The new text after `token_ids`, and with an end what was held too; "" after the end.
 
@@ -59,13 +69,19 @@ class AnswerText:
         if finish is FinishCode.STOP and token_ids:
             last = token_ids[-1]
             self.stop_reason = last if last in self._params.stop_token_ids else None
-            if not self._params.include_stop_str_in_output:
+            if not self._params.include_stop_str_in_output and self._is_end(last):
                 token_ids = token_ids[:-1]  # it ended the answer and is no part of what was said
         if self._detokenizer is None:
             return ""
         if self._stops is None:
             return self._detokenizer.append(token_ids, self._over)
         return self._search(self._detokenizer, self._stops, token_ids)
+
+    def _is_end(self, last: int) -> bool:
+        """Whether the last token of an answer that stopped is its end, or the last of the form that was asked for."""
+        if self._params.structured_outputs is None:
+            return True
+        return last in self._processor.eos_token_ids or last in self._params.stop_token_ids
 
     def _search(
         self, detokenizer: IncrementalDetokenizer, stops: StopStrings, token_ids: Sequence[int]

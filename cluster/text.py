@@ -45,6 +45,7 @@ class TextProcessor:
         self._lock = threading.Lock()
         self._loaded: Tokenizer | None = None
         self._compiled: dict[str, ChatTemplate] = {}
+        self._token_texts: dict[int, str] = {}
 
     # Facts of the folder
 
@@ -89,6 +90,10 @@ class TextProcessor:
                 if isinstance(token, str):
                     named[name] = token
         return {name: named[name] for name in _SPECIAL_TOKENS if name in named}
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, with all that this folder's other files mark as special."""
+        return self._tokenizer.to_str()
 
     # Text to ids
 
@@ -147,6 +152,13 @@ class TextProcessor:
         return self._tokenizer.decode(
             [int(token_id) for token_id in token_ids], skip_special_tokens=skip_special_tokens
         )
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, a special one too; bytes that are no character by themselves are U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     # Parts, each read once
 

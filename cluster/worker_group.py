@@ -16,6 +16,7 @@ import ray
 import ray.exceptions
 import zmq
 
+from ..scheduler.grammars import Grammars
 from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.late_ranks import RankProgress
 from ..scheduler.loop import SchedulerLoop, WorkerGroupError
@@ -25,6 +26,7 @@ from ..scheduler.scheduler import Scheduler
 from .channel import GroupAddresses, PublishPullChannel, RouterFronts, Waiter, report_once
 from .config import EngineSpec
 from .first_cause import DEATH, FirstCause
+from .text import TextProcessor
 
 _HOLD_ERROR_S = 2.0  # Ray tells of a process's death within a second
 _ASK_TIMEOUT_S = 3.0  # for a rank to say how far it is; its answer takes milliseconds
@@ -48,7 +50,13 @@ class WorkerGroup:
     ) -> None:
         self._spec = spec
         self._recorder = recorder
-        self._scheduler = Scheduler(spec.scheduler, groups, num_blocks)
+        self._grammars = Grammars(
+            TextProcessor(spec.model_dir).tokenizer_json,
+            vocab_size=spec.scheduler.vocab_size,
+            eos_token_ids=spec.scheduler.eos_token_ids,
+            wake=self._wake,
+        )
+        self._scheduler = Scheduler(spec.scheduler, groups, num_blocks, grammars=self._grammars)
         self._host = host
         self._on_failure = on_failure
         self._context = zmq.Context()
@@ -82,9 +90,14 @@ class WorkerGroup:
         self._stopping.set()
         if self._loop is not None and self._waiter is not None:
             self._loop.stop()
-            self._waiter.wake()
+            self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+
+    def _wake(self) -> None:
+        """Let the loop look about it, from any thread."""
+        if self._waiter is not None:
+            self._waiter.wake()
 
     def snapshot(self) -> dict[str, Any]:
         loop = self._loop
@@ -139,6 +152,7 @@ class WorkerGroup:
         finally:
             self._bound.set()
             self._joined.set()
+            self._grammars.close()
             for closable in (waiter, workers, fronts):
                 if closable is not None:
                     closable.close()

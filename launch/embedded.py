@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,12 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from ..cluster.answer_logprobs import AnswerLogprobs, AnswerRows
 from ..cluster.answer_text import AnswerText
 from ..cluster.answers import params_of_answers
 from ..cluster.bad_words import with_bad_words
 from ..cluster.outputs import FINISH_REASON_OF, CompletionOutput, RequestMetrics, RequestOutput
 from ..cluster.text import TextProcessor
 from ..scheduler.door import Door
+from ..scheduler.extras import LogprobRows
 from ..scheduler.front_messages import (
     Abort,
     Ack,
@@ -35,6 +38,7 @@ from ..scheduler.front_messages import (
     encode,
     make_submit_key,
 )
+from ..scheduler.grammars import Grammars
 from ..scheduler.kv_groups import agree_on_groups
 from ..scheduler.loop import SchedulerLoop, WorkerGroupError
 from ..scheduler.recording import Life, open_recorder
@@ -46,6 +50,9 @@ from .config import EnginePlan
 from .interrupts import interrupts_held
 
 _FRONT = b"embedded"
+_COMPILE_TURN_S = (
+    0.1  # how long a turn waits for a compiler: other threads want their turns, and Ctrl-C is held
+)
 
 
 class QueueChannel:
@@ -94,6 +101,7 @@ class Request:
     """One answer from its submission to its end, as its caller sees it.
 
     told: how many tokens are in the text, and the text; never changed but as a whole.
+    rows: the log-probabilities that have come, never fewer than there are tokens if they were asked for.
     """
 
     submit: Submit
@@ -104,8 +112,13 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     told: tuple[int, str] = (0, "")
     cached_tokens: int = 0
+    rows: AnswerRows = field(default_factory=AnswerRows)
+    logprobs: AnswerLogprobs = field(init=False)
     finish: FinishCode = FinishCode.RUNNING
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.logprobs = AnswerLogprobs(self.submit.params)
 
     @property
     def request_id(self) -> str:
@@ -115,9 +128,12 @@ class Request:
     def finished(self) -> bool:
         return self.finish is not FinishCode.RUNNING
 
-    def take(self, token: int, code: FinishCode, now: float) -> bool:
+    def take(
+        self, token: int, code: FinishCode, now: float, logprobs: LogprobRows | None = None
+    ) -> bool:
         """One entry of an outputs message; token is -1 where an end brings none. What comes after the end is dropped.
 
+        logprobs: the token's row, if it was asked for.
         Returns: whether the text came to a stop string: the scheduler, which does not know, is to end the request.
         """
         assert self.metrics is not None, "a request that was never queued has an output"
@@ -126,6 +142,8 @@ class Request:
         if token >= 0:
             if not self.token_ids:
                 self.metrics.first_token_time_s = now
+            if logprobs is not None:  # first: another thread shows as many as there are tokens
+                self.rows.tokens.append(logprobs)
             self.token_ids.append(token)
         if self.answer.searches:
             self._tell(len(self.token_ids), code)
@@ -144,12 +162,15 @@ class Request:
         if not self.answer.searches:
             self._tell(len(self.token_ids), finish)
         num_tokens, text = self.told
+        logprobs, token_ids = self._logprobs_of(num_tokens), self.token_ids[:num_tokens]
         completion = CompletionOutput(
             index=self.submit.n_index,
             text=text,
-            token_ids=self.token_ids[:num_tokens],
+            token_ids=token_ids,
             finish_reason=FINISH_REASON_OF.get(finish),
             stop_reason=None if finish is FinishCode.RUNNING else self.answer.stop_reason,
+            cumulative_logprob=logprobs.cumulative(token_ids),
+            logprobs=logprobs.tokens(),
         )
         return RequestOutput(
             request_id=self.request_id,
@@ -159,7 +180,19 @@ class Request:
             finished=completion.finished,
             metrics=self.metrics,
             cached_tokens=self.cached_tokens,
+            prompt_logprobs=logprobs.prompt(),
         )
+
+    def _logprobs_of(self, num_tokens: int) -> AnswerLogprobs:
+        """The log-probabilities of so many tokens, and of the prompt as far as they have come."""
+        shown, rows = self.logprobs, self.rows
+        if (first := shown.num_tokens) < num_tokens and rows.tokens:
+            new = LogprobRows.join(rows.tokens[first:num_tokens])
+            shown.put_tokens(first, new, self.answer.texts_of((new,)))
+        if shown.num_prompt_rows < rows.num_prompt_rows:
+            prompt = LogprobRows.join(rows.prompt)
+            shown.put_prompt(1, prompt, self.answer.texts_of((prompt,)))
+        return shown
 
     def _tell(self, num_tokens: int, finish: FinishCode) -> None:
         told, text = self.told
@@ -192,7 +225,17 @@ class EmbeddedEngine:
         self.groups = groups
         self._runner.allocate(num_blocks)
         self._runner.warm_up()
-        scheduler = Scheduler(plan.scheduler, groups, num_blocks)
+        self._compiled = (
+            threading.Event()
+        )  # a form that a request waits for has been compiled, since it was cleared
+        self._grammars = Grammars(
+            text.tokenizer_json,
+            vocab_size=plan.scheduler.vocab_size,
+            eos_token_ids=plan.scheduler.eos_token_ids,
+            wake=self._compiled.set,
+        )
+        scheduler = Scheduler(plan.scheduler, groups, num_blocks, grammars=self._grammars)
+        self._scheduler = scheduler
         self._door = Door(plan.scheduler, groups, scheduler.pool.usable)
 
         epoch = time.time_ns()
@@ -311,6 +354,7 @@ class EmbeddedEngine:
         try:
             # In this order a step's tokens are out before the next step runs, however many are under way.
             moved = self._worker_turn()
+            self._compiled.clear()
             moved = self._scheduler_loop.turn(0.0) or moved
             moved = self._take_outputs() or moved
         except WorkerGroupError as error:
@@ -319,6 +363,9 @@ class EmbeddedEngine:
         except BaseException as error:
             self._failed = f"a step ended in the middle ({type(error).__name__}: {error})"
             raise
+        if not moved and self._scheduler.num_compiling:
+            self._compiled.wait(_COMPILE_TURN_S)
+            return
         assert moved or not self._requests, (
             f"no progress with {len(self._requests)} live requests: {self._scheduler_loop.snapshot()}"
         )
@@ -354,10 +401,14 @@ class EmbeddedEngine:
             cached = (received.cached_numbers.tolist(), received.cached_tokens.tolist())
             for number, count in zip(*cached, strict=True):
                 self._requests[number].cached_tokens = count
+            for number, first, rows in received.prompt_logprobs:
+                self._requests[number].rows.take_prompt(first, rows)
             now = time.monotonic()
             columns = (received.numbers, received.tokens, received.finish_codes)
-            for number, token, code in zip(*(c.tolist() for c in columns), strict=True):
-                if self._requests[number].take(token, FinishCode(code), now):
+            entries = zip(*(c.tolist() for c in columns), strict=True)
+            for place, (number, token, code) in enumerate(entries):
+                row = received.logprobs.get(place)
+                if self._requests[number].take(token, FinishCode(code), now, row):
                     stopped.append(number)
                 if code != FinishCode.RUNNING:
                     del self._requests[number]
@@ -380,6 +431,7 @@ class EmbeddedEngine:
         """Give the model's memory back. Requests that still run are dropped."""
         self._failed = self._failed or "it was closed"
         self._requests.clear()
+        self._grammars.close()
         self._runner.close()
         if self._recorder is not None:
             self._recorder.close()

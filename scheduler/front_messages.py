@@ -13,26 +13,32 @@ Front to scheduler (DEALER to ROUTER):
 
 Scheduler to front:
 
-    outputs   [epoch, numbers, tokens, finish_codes, cached_numbers, cached_tokens]
+    outputs   [epoch, numbers, tokens, finish_codes, cached_numbers, cached_tokens, logprobs, prompt_logprobs]
                                                  one entry a token; token -1 when an end brings none; finish_codes bin
                                                  of int8, a FinishCode each. The last two name the requests that were
                                                  admitted with part of their prompt in the prefix cache, and how much
-                                                 of it: with their first token or before it
+                                                 of it: with their first token or before it.
+                                                 logprobs: nil, or [places, rows]: places bin of the entries, ascending,
+                                                 whose tokens' log-probabilities were asked for, one array of one row
+                                                 each (`extras.py`). prompt_logprobs: nil, or an array of
+                                                 [number, first, rows]: of a prompt's tokens at positions first,
+                                                 first + 1, ...; all come with the first token or before it
     refused   [number, reason, text]             a RefusalReason; the request is over (never queued, or an error)
 
 submit_key is 24 bytes (client uuid, counter): the same key twice is the same request. output_token_ids are tokens that
 the request already has (resubmission). seed is in [0, 2**63), always drawn. params is
 [temperature, top_p, top_k, max_tokens or nil, ignore_eos, stop_token_ids, min_p, presence_penalty, frequency_penalty,
 repetition_penalty, min_tokens, nil or a map of the rare ones: "logit_bias" [ids, bin of float64], "allowed_token_ids"
-ids, "bad_words_token_ids" [ids, ...]]; what only a front needs of them stays there. priority, user and cache_salt are
-those of `request_options.py`.
+ids, "bad_words_token_ids" [ids, ...], "logprobs" n, "prompt_logprobs" n, "structured_outputs" a map of one form and
+"disable_any_whitespace" (`structured_outputs.py`)]; what only a front needs of them stays there. priority, user and
+cache_salt are those of `request_options.py`.
 """
 
 from __future__ import annotations
 
 import reprlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -40,11 +46,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from .extras import LogprobRows, PromptRows
 from .messages import MAX_REQUEST_ID_BYTES, ProtocolError, wire_text
 from .request_options import RequestOptions
 from .sampling_params import MAX_SEED, SamplingParams
 
-FRONT_PROTOCOL_VERSION = 3
+FRONT_PROTOCOL_VERSION = 4
 SUBMIT_KEY_BYTES = 24
 
 _INT8 = np.dtype("i1")
@@ -118,6 +125,7 @@ class Outputs:
 
     Shapes: numbers [n] int64, tokens [n] int32, finish_codes [n] int8; cached_numbers [m] int64, cached_tokens [m]
         int32.
+    logprobs: place in numbers -> one row of that token. prompt_logprobs: rows of prompts, in order of their tokens.
     """
 
     epoch: int
@@ -126,6 +134,8 @@ class Outputs:
     finish_codes: np.ndarray
     cached_numbers: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     cached_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: Mapping[int, LogprobRows] = field(default_factory=dict)
+    prompt_logprobs: Sequence[PromptRows] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +200,9 @@ def encode(message: FrontMessage) -> bytes:
                 np.ascontiguousarray(message.finish_codes, _INT8).tobytes(),
                 np.ascontiguousarray(message.cached_numbers, _INT64).tobytes(),
                 np.ascontiguousarray(message.cached_tokens, _INT32).tobytes(),
+                _logprobs_to_wire(message.logprobs) if message.logprobs else None,
+                [[number, first, rows.to_wire()] for number, first, rows in message.prompt_logprobs]
+                or None,
             ]
         case Refused():
             kind = FrontKind.REFUSED
@@ -209,7 +222,17 @@ def _rare(params: SamplingParams) -> dict[str, Any] | None:
         rare["allowed_token_ids"] = _ids(params.allowed_token_ids)
     if params.bad_words_token_ids:
         rare["bad_words_token_ids"] = [_ids(word) for word in params.bad_words_token_ids]
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            rare[name] = getattr(params, name)
+    if params.structured_outputs is not None:
+        rare["structured_outputs"] = params.structured_outputs.to_wire()
     return rare or None
+
+
+def _logprobs_to_wire(logprobs: Mapping[int, LogprobRows]) -> list[Any]:
+    places = sorted(logprobs)
+    return [_ids(places), [logprobs[place].to_wire() for place in places]]
 
 
 def _ids(ids: Iterable[int]) -> bytes:
@@ -275,11 +298,16 @@ def _decode(values: Any) -> FrontMessage:
             finish_codes=_array(body[3], "outputs: finish_codes", _INT8),
             cached_numbers=_array(body[4], "outputs: cached_numbers", _INT64),
             cached_tokens=_array(body[5], "outputs: cached_tokens", _INT32),
+            logprobs={} if body[6] is None else _logprobs(body[6]),
+            prompt_logprobs=() if body[7] is None else _prompt_logprobs(body[7]),
         )
         if not len(outputs.numbers) == len(outputs.tokens) == len(outputs.finish_codes):
             raise ProtocolError("outputs: numbers, tokens and finish_codes differ in length")
         if len(outputs.cached_numbers) != len(outputs.cached_tokens):
             raise ProtocolError("outputs: cached_numbers and cached_tokens differ in length")
+        for place, rows in outputs.logprobs.items():
+            if place >= len(outputs.tokens) or outputs.tokens[place] != rows.token_ids[0, 0]:
+                raise ProtocolError(f"outputs: logprobs of entry {place} are of no token there")
         return outputs
     return Refused(
         number=_integer(body[0], "refused: number", 2**63),
@@ -293,7 +321,7 @@ _BODY_LENGTH = {
     FrontKind.SUBMIT: 11,
     FrontKind.ABORT: 1,
     FrontKind.ACK: 1,
-    FrontKind.OUTPUTS: 6,
+    FrontKind.OUTPUTS: 8,
     FrontKind.REFUSED: 3,
 }
 
@@ -334,14 +362,25 @@ def _submit(body: list[Any]) -> Submit:
 
 
 def _rare_from_wire(value: Any) -> dict[str, Any]:
-    known = ("logit_bias", "allowed_token_ids", "bad_words_token_ids")
+    known = (
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words_token_ids",
+        "logprobs",
+        "prompt_logprobs",
+        "structured_outputs",
+    )
     if value is None:
         return {}
     if not isinstance(value, dict) or not value or not value.keys() <= set(known):
         raise ProtocolError(
             f"submit: rare params must be nil or a map of some of {', '.join(known)}"
         )
-    rare: dict[str, Any] = {}
+    rare: dict[str, Any] = {
+        name: value[name]
+        for name in ("logprobs", "prompt_logprobs", "structured_outputs")
+        if name in value
+    }
     if "logit_bias" in value:
         pair = value["logit_bias"]
         if not isinstance(pair, list) or len(pair) != 2:
@@ -362,6 +401,38 @@ def _rare_from_wire(value: Any) -> dict[str, Any]:
             _array(word, "submit: bad_words_token_ids", _INT32).tolist() for word in words
         ]
     return rare
+
+
+def _logprobs(value: Any) -> dict[int, LogprobRows]:
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], list):
+        raise ProtocolError("outputs: logprobs must be an array of places and an array of rows")
+    places = _array(value[0], "outputs: places of logprobs", _INT32)
+    if not len(places) or places[0] < 0 or (places[1:] <= places[:-1]).any():
+        raise ProtocolError(
+            "outputs: places of logprobs must be at least one, at least 0, ascending"
+        )
+    if len(places) != len(value[1]):
+        raise ProtocolError("outputs: logprobs must have one row for each of its places")
+    read = [LogprobRows.from_wire(rows, "outputs: logprobs") for rows in value[1]]
+    if any(len(rows) != 1 for rows in read):
+        raise ProtocolError("outputs: logprobs must have one row each")
+    return dict(zip(places.tolist(), read, strict=True))
+
+
+def _prompt_logprobs(value: Any) -> list[PromptRows]:
+    if not isinstance(value, list) or not value:
+        raise ProtocolError("outputs: prompt_logprobs must be nil or an array of at least one")
+    read = []
+    for entry in value:
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise ProtocolError("outputs: an entry of prompt_logprobs must be an array of 3 values")
+        number = _integer(entry[0], "outputs: a number of prompt_logprobs", 2**63)
+        first = _integer(entry[1], "outputs: a position of prompt_logprobs", 2**31)
+        if not first:
+            raise ProtocolError("outputs: a prompt's first token has no log-probability")
+        rows = LogprobRows.from_wire(entry[2], "outputs: prompt_logprobs")
+        read.append(PromptRows(number, first, rows))
+    return read
 
 
 def _integer(value: Any, what: str, limit: int) -> int:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from . import front_messages
@@ -22,6 +22,7 @@ from .late_ranks import RankProgress, who_is_late
 from .messages import (
     Channel,
     ControlOperation,
+    Mask,
     ProtocolError,
     ResultKind,
     StepResult,
@@ -29,6 +30,7 @@ from .messages import (
     decode_report,
     encode_control,
     encode_hello,
+    encode_mask,
     encode_step,
     peek_report,
 )
@@ -109,6 +111,7 @@ class SchedulerLoop:
         self._clock = clock
         self._sequence = 0
         self._sent: deque[_SentStep] = deque()  # unsettled steps, oldest first
+        self._unmasked = 0  # the sequence of the latest step while it waits for its mask, else 0
         self._deliveries: list[Deliveries] = []  # of this turn, sent at its end
         self._stopping = threading.Event()
         self._front_names: dict[bytes, str] = {}
@@ -192,6 +195,7 @@ class SchedulerLoop:
             "policy": scheduler.config.scheduling_policy,
             "running": scheduler.num_running,
             "waiting": len(scheduler.waiting),
+            "compiling": scheduler.num_compiling,
             "free_blocks": scheduler.pool.num_free,
             "usable_blocks": scheduler.pool.usable,
             "steps": scheduler.num_steps,
@@ -218,6 +222,8 @@ class SchedulerLoop:
             self._deliveries.append(ended)
         issued = self._issue_steps()
         self._send_outputs()
+        if self._scheduler.failed:
+            self._refuse_failed()
         return heard or settled or issued
 
     def _patience(self, timeout_s: float | None) -> float | None:
@@ -251,9 +257,14 @@ class SchedulerLoop:
             raise WorkerGroupError(
                 f"rank 0 sent the result of step {report.sequence}, expected {expected}"
             )
-        self._check_agreement(self._sent[0], report.result)
+        if report.sequence == self._unmasked:
+            raise WorkerGroupError(
+                f"rank 0 sent the result of step {report.sequence}, which waits for its mask"
+            )
+        result = report.result
+        self._check_agreement(self._sent[0], result)
         try:
-            self._deliveries.append(self._scheduler.settle(report.result.tokens))
+            self._deliveries.append(self._scheduler.settle(result.tokens, result.extras))
         except ProtocolError as error:
             raise WorkerGroupError(f"rank 0, step {report.sequence}: {error}") from None
         self._sent.popleft()
@@ -274,8 +285,8 @@ class SchedulerLoop:
             )
 
     def _issue_steps(self) -> bool:
-        did = False
-        while len(self._sent) < self._scheduler.config.depth:
+        did = bool(self._unmasked) and self._send_mask()
+        while not self._unmasked and len(self._sent) < self._scheduler.config.depth:
             step = self._scheduler.schedule()
             if step is None:
                 break
@@ -284,8 +295,26 @@ class SchedulerLoop:
             self._send_counted(frame)
             digest = self._scheduler.digests.end(frame)
             self._sent.append(_SentStep(self._sequence, self._clock(), digest))
+            if len(step.masked_rows):
+                self._unmasked = self._sequence
+                self._send_mask()
             did = True
         return did
+
+    def _send_mask(self) -> bool:
+        """Send the mask that the latest step waits for, if it can be made yet. No step leaves before it."""
+        made = self._scheduler.make_mask()
+        if made is None:
+            return False
+        rows, bits = made
+        mask = Mask(step_sequence=self._unmasked, rows=rows, bits=bits)
+        self._sequence += 1
+        frame = encode_mask(mask, epoch=self._epoch, sequence=self._sequence)
+        self._send_counted(frame)
+        digest = self._scheduler.digests.end(frame)  # the ranks fold it into their step's too
+        self._sent[-1] = replace(self._sent[-1], digest=digest)
+        self._unmasked = 0
+        return True
 
     def _send_counted(self, frame: bytes) -> None:
         if self._recorder is not None:
@@ -303,6 +332,8 @@ class SchedulerLoop:
                 finish_codes=part.finish_codes,
                 cached_numbers=part.cached_numbers,
                 cached_tokens=part.cached_tokens,
+                logprobs=part.logprobs,
+                prompt_logprobs=part.prompt_logprobs,
             )
             assert isinstance(part.front, bytes)
             self._fronts.send(part.front, front_messages.encode(outputs))
@@ -391,6 +422,13 @@ class SchedulerLoop:
     def _refuse(self, front: bytes, number: int, reason: RefusalReason, text: str) -> None:
         refused = Refused(number=number, reason=reason, text=text)
         self._fronts.send(front, front_messages.encode(refused))
+
+    def _refuse_failed(self) -> None:
+        """Tell the fronts which requests ended by themselves, and why."""
+        failed, self._scheduler.failed = self._scheduler.failed, []
+        for front, number, text in failed:
+            assert isinstance(front, bytes)
+            self._refuse(front, number, RefusalReason.INVALID, text)
 
     def _refuse_all(self, text: str) -> None:
         """Answer every live request that it is over; tokens that settled before go out first."""

@@ -19,6 +19,7 @@ NO_END = np.iinfo(np.int32).max  # end_len of a row that nobody holds: no length
 
 
 class RequestStatus(Enum):
+    COMPILING = auto()  # not queued yet: the form that its answer must have is being compiled
     WAITING = auto()  # holds no row; new, or preempted
     RUNNING = auto()  # holds a row
     ENDING = auto()  # its last token by length is in flight; its row is already given back
@@ -37,6 +38,7 @@ class Request:
     generation: number of its latest admission, 0 before the first. A record names a row's occupant by it.
     num_in_flight: unsettled steps that ran it before it gave its row back; it is not resumed before they settled.
     chain_root, hashes: its prefix-cache names, one a full base block of its tokens, as far as they were made.
+    form_is_complete: whether its answer has the form that was asked for, so that nothing may follow.
     held_blocks: by KV group, what it still holds without a row (ENDING): to be named when its last step has settled.
     """
 
@@ -64,6 +66,17 @@ class Request:
     chain_root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
     held_blocks: tuple[np.ndarray, ...] = ()
+    form_is_complete: bool = False
+
+    @property
+    def owes_prompt_rows(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be delivered: they are computed, cached or not."""
+        features = self.features
+        return (
+            features is not None
+            and features.prompt_logprobs is not None
+            and features.prompt_logprobs_from < self.num_prompt_tokens
+        )
 
 
 class RequestTable:
@@ -76,6 +89,7 @@ class RequestTable:
     stand in token_ids, which holds 0 beyond them. num_cached_tokens were not computed by this occupant. A vacant row
     has no tokens, generation 0 (which nobody has) and an end_len that is never reached.
     version: changes with every occupant that comes or goes.
+    asking: by row, the features of those that ask for log-probabilities.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -96,6 +110,7 @@ class RequestTable:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.token_cells = self.token_ids.reshape(-1)
         self.requests: list[Request | None] = [None] * max_num_seqs
+        self.asking: dict[int, Features] = {}
         self.num_live = 0
         self.version = 0
 
@@ -132,6 +147,8 @@ class RequestTable:
         columns.frequency_penalty[row] = params.frequency_penalty
         columns.repetition_penalty[row] = params.repetition_penalty
         columns.features[row] = 0 if request.features is None else request.features.checksum
+        if request.features is not None and request.features.asks:
+            self.asking[row] = request.features
         self.token_ids[row, :length] = request.tokens
         self.requests[row] = request
         self.num_live += 1
@@ -145,6 +162,7 @@ class RequestTable:
         """Take rows back."""
         for row in rows:
             self.token_ids[row, : self.num_settled_tokens[row]] = 0
+            self.asking.pop(row, None)
             self.occupant(row).row = -1
             self.requests[row] = None
         self.columns.clear(rows)

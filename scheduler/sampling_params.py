@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .structured_outputs import StructuredOutputsParams
+
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 2.0
 MIN_FLOAT32 = (
@@ -23,6 +25,7 @@ MAX_BAD_WORD_LEN = 256  # characters
 MAX_BAD_WORD_TOKENS = 2048  # more than a word of so many characters can have
 MAX_STOP_STRINGS = 4
 MAX_N = 1024
+MAX_LOGPROBS = 20
 
 
 def _integer(field: str, value: Any, low: int, high: int | None, allowed: str) -> int:
@@ -162,6 +165,13 @@ class SamplingParams:
         include_stop_str_in_output, which also keeps the text of an id that ended it. Later tokens are dropped.
     n: answers to one prompt, at least 1, each with its own seed: seed + i where one is given. Greedy answers would be
         equal, so n > 1 needs a temperature.
+    logprobs: the log-probability of each output token, and of so many of the best ids at its place, in [0, 20];
+        None for none. prompt_logprobs: the same of the prompt's tokens. They are those of the model itself: before
+        penalties, temperature and whatever else changes what is chosen. A request that asks for those of its prompt
+        computes all of it, also what is cached.
+    structured_outputs: the form that the whole answer must have (StructuredOutputsParams, or a dict of its fields). It
+        ends the answer once nothing more may follow, and it prevails: where it leaves nothing of allowed_token_ids,
+        these are let go for that token, and so are bad_words, min_tokens and ignore_eos.
     detokenize: False gives token ids and no text. skip_special_tokens: leave special tokens out of the text.
 
     Raises: ValueError naming the field and its allowed range.
@@ -186,6 +196,9 @@ class SamplingParams:
     stop: Sequence[str] | None = ()
     include_stop_str_in_output: bool = False
     n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -228,6 +241,11 @@ class SamplingParams:
             raise ValueError(
                 f"n must be 1 when temperature is 0, got {self.n}: all greedy answers are the same"
             )
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, field)
+            if count is not None:
+                allowed = f"an integer in [0, {MAX_LOGPROBS}], or None for none"
+                put(field, _integer(field, count, 0, MAX_LOGPROBS, allowed))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         if self.logit_bias is not None:
             put("logit_bias", _logit_bias(self.logit_bias) or None)
@@ -238,5 +256,7 @@ class SamplingParams:
                     "allowed_token_ids must name at least one token id, or be None for all"
                 )
             put("allowed_token_ids", tuple(sorted(set(ids))))
+        if self.structured_outputs is not None:
+            put("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         put("bad_words", () if self.bad_words is None else _bad_words(self.bad_words))
         put("bad_words_token_ids", _bad_words_token_ids(self.bad_words_token_ids))

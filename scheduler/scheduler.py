@@ -23,20 +23,24 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 
 from .agreement import StepPlan, TableDigest, plan_step, scheduled_tokens
+from .askers import Askers, with_extras
 from .budget import Share, share_budget
 from .config import SchedulerConfig
-from .deliveries import NO_COLUMNS, Columns, Deliveries, Entry, Outbox, deliveries_of
+from .deliveries import NO_COLUMNS, NO_INT32, Columns, Deliveries, Entry, Outbox, deliveries_of
 from .door import Door, QueueFull
+from .extras import Extras
 from .front_messages import FinishCode, Submit
+from .grammars import Grammars, Matcher
 from .kv_groups import KVGroupSpec
 from .kv_memory import KVMemory
+from .masks import MaskedStep, Masks
 from .messages import Admissions, SchedulerOutput
 from .newcomers import admissions_of
 from .policy import Policy, make_policy
 from .prefix_cache import PrefixCache
 from .records import Records, RowFacts, StepRecord, check_tokens
 from .registry import Registry
-from .request import Request, RequestTable
+from .request import Request, RequestStatus, RequestTable
 from .seats import Seats
 from .stops import StopRules
 
@@ -44,7 +48,10 @@ from .stops import StopRules
 class Scheduler:
     """Decides step by step who runs and where their KV lives. num_blocks counts the null block 0.
 
-    Call `schedule`, send what it returns, and hand each step's tokens to `settle`, in step order.
+    Call `schedule`, send what it returns, and hand each step's tokens to `settle`, in step order. After a step with
+    masked rows call `make_mask` until it gives the mask, before the next `schedule`.
+    grammars: compiles the forms that answers must have; None: a request that asks for one is refused.
+    failed: the requests that ended by themselves, as (front, number, why); whoever tells the fronts empties it.
     """
 
     def __init__(
@@ -53,6 +60,8 @@ class Scheduler:
         groups: tuple[KVGroupSpec, ...],
         num_blocks: int,
         policy: Policy | None = None,
+        *,
+        grammars: Grammars | None = None,
     ) -> None:
         self.config = config
         self.groups = groups
@@ -74,9 +83,12 @@ class Scheduler:
         self._door = Door(config, groups, self.pool.usable)
         self._stops = StopRules(config.vocab_size, config.eos_token_ids)
         self._records = Records()
+        self._askers = Askers(self.table, config.vocab_size)
         self._seats = Seats(self.table, self.waiting, self.memory, self._records)
+        self._masks = Masks(grammars)
         self._registry = Registry()
         self._outbox = Outbox()
+        self.failed: list[tuple[Hashable, int, str]] = []
         self._arrivals = 0
         self._turn = 0  # the row that is next when the budget serves rows in turn
 
@@ -117,7 +129,14 @@ class Scheduler:
             + self.waiting.num_remembered
             + self.memory.num_holders
             + self._stops.num_watched
+            + self._masks.num_remembered
+            + len(self.failed)
         )
+
+    @property
+    def num_compiling(self) -> int:
+        """Count the requests that are not queued yet, since their form is being compiled."""
+        return self._masks.num_compiling
 
     def is_live(self, front: Hashable, number: int) -> bool:
         """Tell whether this is an unfinished request."""
@@ -141,7 +160,15 @@ class Scheduler:
         request = self._door.check(front, submit)
         request.front_index = owner[0]
         self._registry.check_new(request)
-        if before is None and not self.waiting.has_room(request.user, self.config.max_waiting):
+        has_form = request.params.structured_outputs is not None
+        if has_form and self._masks.grammars is None:
+            raise ValueError(
+                f"request {submit.request_id}: structured_outputs need the model's tokenizer, and this engine has none"
+            )
+        if before is None and not (
+            self.waiting.has_room(request.user, self.config.max_waiting)
+            and self.num_compiling < self.config.max_waiting
+        ):
             raise QueueFull(
                 f"request {submit.request_id}: {len(self.waiting)} requests wait already, the queue holds "
                 f"{self.config.max_waiting}; try again later"
@@ -152,11 +179,26 @@ class Scheduler:
         self._registry.enter(request)
         self._stops.add(request.params)
         self.memory.prepare(request)
-        self._seats.queue(request)
+        self._seats.enter(request)
+        if has_form:
+            self._masks.compile(request)
+        else:
+            self._seats.queue(request)
         if len(request.tokens) > request.num_prompt_tokens:
             code = self._stops.finish_code(request, int(request.tokens[-1]), len(request.tokens))
             if code is not FinishCode.RUNNING:  # resubmitted with everything it was to get
                 self._end_without_token(request, code)
+
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose form is compiled now; one whose form cannot be ends alone."""
+        for request, outcome in self._masks.take_compiled():
+            if not isinstance(outcome, Matcher):
+                self._fail(request, outcome)
+            elif outcome.finished:  # resubmitted with everything it was to get
+                self._end_without_token(request, FinishCode.STOP)
+            else:
+                self._masks.join(request, outcome)
+                self._seats.queue(request)
 
     def abort(self, front: Hashable, number: int) -> bool:
         """End a request in whatever state it is. False if it is unknown or has ended: then nothing happens."""
@@ -195,7 +237,16 @@ class Scheduler:
         self._seats.end(requests)
         for request in requests:
             self._stops.remove(request.params)
+            if request.params.structured_outputs is not None:
+                self._masks.leave(request)
             self._registry.leave(request)
+
+    def _fail(self, request: Request, why: str) -> None:
+        """End a request that cannot go on, whoever else runs. Its key is forgotten: its client may try again."""
+        front = self._registry.fronts[request.front_index]
+        self._end([request])
+        self._registry.forget(front, request.number)
+        self.failed.append((front, request.number, f"request {request.request_id}: {why}"))
 
     # ------------------------------------------------------------ one step
 
@@ -208,6 +259,9 @@ class Scheduler:
         assert len(self._records) < self.config.depth, (
             f"{len(self._records)} steps are in flight, depth is {self.config.depth}"
         )
+        assert self._masks.due is None, "the step before waits for its mask"
+        if self._masks.any_compiled:
+            self._queue_compiled()
         budget = self.config.max_num_batched_tokens if token_budget is None else token_budget
         if self._records:
             self._seats.free_rows_that_end()
@@ -231,10 +285,24 @@ class Scheduler:
             run_counts=share.run_counts,
             paused_rows=share.paused_rows,
             grown_block_ids=grown_block_ids,
+            masked_rows=self._masks.issue(plan, self.num_steps) if self._masks.any else NO_INT32,
             digest=self.digests.begin(plan),
         )
         self._issue(plan)
         return step
+
+    def make_mask(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Make the mask that the latest step waits for; None while tokens that it follows have not settled.
+
+        Returns: rows [n] int32, that step's masked_rows; bits [n, words] int32, as `messages.Mask` has them.
+        """
+        made = self._masks.make()
+        if made is None:
+            return None
+        rows, bits, failed = made
+        for request, why in failed:
+            self._fail(request, why)
+        return rows, bits
 
     def _make_room(self, budget: int) -> tuple[Share, int]:
         """Share the budget among running rows, and take blocks from others until those that run have theirs.
@@ -308,6 +376,8 @@ class Scheduler:
         self.waiting.served(self.table, plan)
         table, batch = self.table, plan.batch
         self._records.add(plan, table)
+        if table.asking:
+            self._askers.issue(self.num_steps, plan)
         table.num_computed_tokens[batch.places] += batch.num_scheduled_tokens
         table.num_tokens[batch.places] += batch.samples
         self.num_steps += 1
@@ -315,22 +385,33 @@ class Scheduler:
 
     # ------------------------------------------------------------ its tokens
 
-    def settle(self, tokens: np.ndarray) -> Deliveries:
+    def settle(self, tokens: np.ndarray, extras: Extras | None = None) -> Deliveries:
         """Take the tokens of the oldest unsettled step: append, find who ended, give rows and blocks back.
 
-        Shapes: tokens [num_reqs] int32 in that step's batch order, -1 where the row did not sample.
+        Shapes: tokens [num_reqs] int32 in that step's batch order, -1 where the row did not sample. extras: what it
+            brought beside them, for those who asked.
         Rows are known by the record, never by the present table: a row that changed hands since keeps its own tokens.
         Returns: the tokens to deliver, after the ends that no step brings (`drain`).
-        Raises: ProtocolError if the tokens are not what that step can have sampled; nothing has changed then.
+        Raises: ProtocolError if the tokens or extras are not what that step can have brought; nothing has changed then.
         """
         check_tokens(tokens, self._records.oldest.plan, self.config.vocab_size)
+        if extras is not None or self._askers:
+            askings = self._askers.take(self.num_steps - len(self._records), extras, tokens)
+            deliveries = self._settle(tokens)
+            return with_extras(deliveries, askings, extras or {})
+        return self._settle(tokens)
+
+    def _settle(self, tokens: np.ndarray) -> Deliveries:
         record = self._records.settle()
         self.digests.sampled(tokens)
+        masked, failed = None, ()
+        if self._masks.in_flight:
+            masked, failed = self._masks.settle(self.num_steps - len(self._records) - 1, tokens)
         cached = self._outbox.take_cached()
         plan, held = record.plan, record.held(self.table)
         if self.memory.caching:
             self._seats.publisher.publish_step(plan, held)
-        columns = self._append(record, held, tokens)
+        columns = self._append(record, held, tokens, masked)
         if self.blocks.windows:
             running = record.held(
                 self.table
@@ -338,13 +419,22 @@ class Scheduler:
             some = slice(None) if running is None else running
             self.memory.return_unseen(plan.batch.rows[some], plan.seq_lens[some])
         late = [] if held is None else self._settle_late(tokens, record, np.flatnonzero(~held))
+        for request, why in failed:
+            if request.status is not RequestStatus.FINISHED:
+                self._fail(request, why)
         return self._deliver(columns, late, cached)
 
     def drain(self) -> Deliveries:
         """Take the ends that no step brings: aborts, and requests that came complete."""
         return self._deliver(NO_COLUMNS, [], {})
 
-    def _append(self, record: StepRecord, held: np.ndarray | None, tokens: np.ndarray) -> Columns:
+    def _append(
+        self,
+        record: StepRecord,
+        held: np.ndarray | None,
+        tokens: np.ndarray,
+        masked: MaskedStep | None,
+    ) -> Columns:
         """Append a token to each row that sampled and is held still, and end those that it ends."""
         table, batch = self.table, record.plan.batch
         lengths = record.plan.seq_lens  # before: whoever samples has computed all it had
@@ -360,6 +450,8 @@ class Scheduler:
         table.num_settled_tokens[places] = lengths
         codes = np.zeros(len(tokens), np.int8)
         suspects = self._stops.suspect[tokens] | (lengths >= of_rows.end_len)
+        if masked is not None:  # any of them may have completed its form
+            suspects |= np.isin(rows, masked.rows)
         ended = []
         for entry in suspects.nonzero()[0].tolist():
             request = table.occupant(int(rows[entry]))

@@ -55,9 +55,13 @@ class Seats:
         freed, self._freed = self._freed, []
         return np.array(sorted(freed), np.int32)
 
-    def queue(self, request: Request) -> None:
-        """Let a new request wait."""
+    def enter(self, request: Request) -> None:
+        """Hear of a new request."""
         self._waiting.enter(self._table, request)
+
+    def queue(self, request: Request) -> None:
+        """Let a new request wait for a row."""
+        request.status = RequestStatus.WAITING
         self._waiting.add(request)
 
     def seat(self, request: Request, offer: Offer) -> None:

@@ -1,4 +1,5 @@
-"""When a request ends on its own: EOS, then its stop ids, but neither before its min_tokens; then its length."""
+"""When a request ends on its own: its form is complete; EOS, then its stop ids, but neither before its min_tokens; then
+its length."""
 
 from __future__ import annotations
 
@@ -51,6 +52,8 @@ class StopRules:
             where allowed_token_ids leaves nothing else.
         """
         params = request.params
+        if request.form_is_complete:
+            return FinishCode.STOP
         if length - request.num_prompt_tokens >= params.min_tokens:
             if token in self._eos and not params.ignore_eos:
                 return FinishCode.STOP

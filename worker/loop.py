@@ -7,13 +7,14 @@ carries out a step. A rank that meets anything wrong says so once and stops; it 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Protocol, cast
 
 from ..scheduler.messages import (
     Channel,
     ControlOperation,
     Frame,
     FrameKind,
+    Mask,
     ProtocolError,
     SchedulerOutput,
     StepResult,
@@ -40,11 +41,25 @@ class Pending(Protocol):
         ...
 
 
+class Unmasked(Protocol):
+    """A step that is carried out, or launched, up to its sampling."""
+
+    def take_mask(self, mask: Mask, frame: bytes) -> StepResult | Pending:
+        """Sample. frame is the message that brought the mask, for the digest.
+
+        Raises: ProtocolError if the mask does not fit the step.
+        """
+        ...
+
+
 class Executor(Protocol):
     """What carries out a step: `ModelRunner`, or a fake in tests."""
 
-    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult | Pending:
-        """Carry out a step, or launch it; frame is the message that brought it, for the digest."""
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult | Pending | Unmasked:
+        """Carry out a step, or launch it; frame is the message that brought it, for the digest.
+
+        Returns: Unmasked if the step has masked rows, and never otherwise.
+        """
         ...
 
 
@@ -71,6 +86,7 @@ class WorkerLoop:
         self._pending: deque[tuple[int, Pending]] = (
             deque()
         )  # launched steps by sequence, oldest first
+        self._unmasked: tuple[int, Unmasked] | None = None  # the step that waits for its mask
 
     def run(self) -> None:
         """Serve until told to stop. Raises whatever stopped it otherwise, after reporting it."""
@@ -136,12 +152,19 @@ class WorkerLoop:
         self.sequence = frame.sequence
         body = frame.body
         if isinstance(body, SchedulerOutput):
+            if self._unmasked is not None:
+                raise ProtocolError(
+                    f"step frame {frame.sequence} came before the mask of step {self._unmasked[0]}"
+                )
             outcome = self._executor.execute(body, message)
-            if isinstance(outcome, StepResult):
-                self._deliver(frame.sequence, outcome)
+            if len(body.masked_rows):
+                self._unmasked = frame.sequence, cast(Unmasked, outcome)
             else:
-                self._pending.append((frame.sequence, outcome))
-        elif body is ControlOperation.STOP:
+                self._note(frame.sequence, cast("StepResult | Pending", outcome))
+        elif isinstance(body, Mask):
+            self._take_mask(body, message)
+        else:
+            assert body is ControlOperation.STOP, body  # a step that waits for its mask is given up
             while self._pending:
                 self._finish_oldest()
             self.stopped = True
@@ -149,8 +172,23 @@ class WorkerLoop:
             self._channel.send(
                 encode_bye(epoch=self.epoch, sequence=frame.sequence, rank=self.rank)
             )
+
+    def _take_mask(self, mask: Mask, message: bytes) -> None:
+        waiting, expected = self._unmasked, "none"
+        if waiting is not None:
+            expected = f"that of step {waiting[0]}"
+        if waiting is None or mask.step_sequence != waiting[0]:
+            raise ProtocolError(f"mask of step {mask.step_sequence}, expected {expected}")
+        sequence, step = waiting
+        outcome = step.take_mask(mask, message)
+        self._unmasked = None
+        self._note(sequence, outcome)
+
+    def _note(self, sequence: int, outcome: StepResult | Pending) -> None:
+        if isinstance(outcome, StepResult):
+            self._deliver(sequence, outcome)
         else:
-            raise ProtocolError(f"{frame.kind.name.lower()} frames are not supported yet")
+            self._pending.append((sequence, outcome))
 
     def _finish_oldest(self) -> None:
         sequence, step = self._pending.popleft()

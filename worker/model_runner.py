@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
 from ..scheduler.agreement import StepPlan
 from ..scheduler.kv_groups import KVGroupSpec
-from ..scheduler.messages import SchedulerOutput, StepResult
+from ..scheduler.messages import Mask, SchedulerOutput, StepResult
 from .backend import Backend, select_backend
 from .config import WorkerConfig
 from .device import resolve_device
-from .input_batch import InputBuilder
+from .input_batch import InputBatch, InputBuilder
 from .kv_cache import KVCache, max_num_blocks, pool_block_bytes
 from .layer_groups import group_specs
+from .logprobs import Scorer, StepScores
 from .memory import kv_cache_bytes
 from .model_config import ModelConfig
 from .models.decoder import Decoder, load_decoder
@@ -27,23 +29,34 @@ from .models.weights import Checkpoint
 from .parallel import TensorParallelGroup
 from .sampler.adjustments import Adjustments
 from .sampler.sampler import Choice, Sampler
-from .sampling_inputs import adjustments, needs_tokens, sampling_rows
+from .sampling_inputs import adjustments as adjustments_of
+from .sampling_inputs import needs_tokens, sampling_rows
 from .sharding import check_tensor_parallel_size, shard_of_rank, vocab_rows_of_ranks
 from .state import WorkerState
+from .step_checks import check_mask
 from .warm_up import warm_up_steps
 
 
 class PendingStep:
     """A step that was launched; its tokens may still be on the device."""
 
-    def __init__(self, state: WorkerState, plan: StepPlan, choice: Choice | None) -> None:
+    def __init__(
+        self,
+        state: WorkerState,
+        plan: StepPlan,
+        choice: Choice | None,
+        wanted: StepScores | None,
+    ) -> None:
         self._state = state
         self._plan = plan
         self._choice = choice
+        self._wanted = wanted
         self._result: StepResult | None = None
 
     def ready(self) -> bool:
         """Whether the tokens are here."""
+        if self._wanted is not None and not self._wanted.ready():
+            return False
         return self._choice is None or self._choice.ready()
 
     def result(self) -> StepResult:
@@ -57,9 +70,32 @@ class PendingStep:
         if self._choice is not None:
             sampled = self._choice.fetch()
             tokens[self._plan.samples], digests = sampled.tokens, sampled.digests
+        extras = None if self._wanted is None else self._wanted.extras()
         self._state.take_tokens(tokens)
-        self._result = StepResult(tokens=tokens, digests=digests)
+        self._result = StepResult(tokens=tokens, digests=digests, extras=extras)
         return self._result
+
+
+class UnmaskedStep:
+    """A step whose logits are computed, or launched, and whose sampling waits for its mask."""
+
+    def __init__(
+        self,
+        masked_rows: np.ndarray,
+        state: WorkerState,
+        sample: Callable[[int, Mask], StepResult | PendingStep],
+    ) -> None:
+        self._masked_rows = masked_rows
+        self._state = state
+        self._sample = sample
+
+    def take_mask(self, mask: Mask, frame: bytes) -> StepResult | PendingStep:
+        """Sample, as `ModelRunner.execute` does. frame: the message that brought the mask; the digest covers it.
+
+        Raises: ProtocolError if the mask does not fit the step; nothing has changed then.
+        """
+        check_mask(mask, self._masked_rows, self._state.vocab_size)
+        return self._sample(self._state.digests.end(frame), mask)
 
 
 class ModelRunner:
@@ -98,6 +134,7 @@ class ModelRunner:
         self._shard = shard_of_rank(self.model_config, config.rank, config.world_size)
         self._decoder: Decoder | None = None
         self._sampler: Sampler | None = None
+        self._scorer: Scorer | None = None
         self._cache: KVCache | None = None
         self._state: WorkerState | None = None
         self._inputs: InputBuilder | None = None
@@ -115,9 +152,9 @@ class ModelRunner:
                 device=self.device,
                 progress=progress,
             )
-        self._sampler = Sampler(
-            vocab_rows_of_ranks(self.model_config, self.config.world_size), self._parallel
-        )
+        vocab_rows = vocab_rows_of_ranks(self.model_config, self.config.world_size)
+        self._sampler = Sampler(vocab_rows, self._parallel, self._backend)
+        self._scorer = Scorer(vocab_rows, self._parallel)
 
     @property
     def max_num_blocks(self) -> int:
@@ -187,8 +224,12 @@ class ModelRunner:
         assert self._state is not None, "call allocate first"
         return self._state
 
-    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult | PendingStep:
+    def execute(
+        self, step: SchedulerOutput, frame: bytes
+    ) -> StepResult | PendingStep | UnmaskedStep:
         """Apply one step and sample; every rank returns the same tokens, and all ranks' digests if it sampled any.
+
+        A step with masked rows is not sampled yet: that is left to the UnmaskedStep that is returned.
 
         With a device mirror the tokens are written there, for the next step to read, and the result may be fetched
         after that step was launched; on a CPU it is there at once.
@@ -198,49 +239,82 @@ class ModelRunner:
         Raises: ProtocolError if the step does not fit the tables, which are then untouched.
         """
         state, inputs = self.state, self._inputs
-        decoder, sampler, cache = self._decoder, self._sampler, self._cache
+        decoder, scorer, cache = self._decoder, self._scorer, self._cache
         assert decoder is not None, "call load first"
-        assert sampler is not None, "call load first"
+        assert scorer is not None, "call load first"
         assert inputs is not None, "call allocate first"
         assert cache is not None, "call allocate first"
         plan = state.apply(step)
         digest = state.digests.end(frame)
-        choice = None
+        scores = wanted = None
+        if state.requests.asking:
+            wanted = scorer.of_step(state.requests, plan)
         if plan.num_reqs:
             with torch.inference_mode():
                 batch = inputs.build(plan)
                 hidden = decoder.forward(batch, cache, self._backend)
+                if wanted is not None:
+                    wanted.score_prompts(decoder, hidden)
                 if len(batch.logits_indices):
-                    logits = decoder.logits(hidden, batch.logits_indices)
-                    choice = sampler.choose(
-                        logits,
-                        sampling_rows(state.requests, plan),
-                        self._adjustments(plan),
-                        digest=digest,
-                    )
-                    inputs.append_tokens(batch, choice.tokens)
+                    scores = batch, decoder.logits(hidden, batch.logits_indices)
+        if len(step.masked_rows):
+            return UnmaskedStep(
+                step.masked_rows, state, partial(self._sample, plan, scores, wanted)
+            )
+        return self._sample(plan, scores, wanted, digest)
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        scores: tuple[InputBatch, torch.Tensor] | None,
+        wanted: StepScores | None,
+        digest: int,
+        mask: Mask | None = None,
+    ) -> StepResult | PendingStep:
+        """The second half of a step. scores: its batch and logits, None if no row samples.
+
+        wanted: the log-probabilities that are to be reported with its tokens, None for none.
+        """
+        state, inputs, sampler = self.state, self._inputs, self._sampler
+        assert inputs is not None, "call allocate first"
+        assert sampler is not None, "call load first"
+        choice = None
+        if scores is not None:
+            batch, logits = scores
+            with torch.inference_mode():
+                adjustments = self._adjustments(plan, mask)
+                if wanted is not None:
+                    wanted.keep(logits, adjusted=adjustments is not None)
+                rows = sampling_rows(state.requests, plan)
+                choice = sampler.choose(logits, rows, adjustments, digest=digest)
+                inputs.append_tokens(batch, choice.tokens)
+                if wanted is not None:
+                    wanted.score_sampled(choice.tokens)
         state.advance(plan)
-        pending = PendingStep(state, plan, choice)
+        pending = PendingStep(state, plan, choice, wanted)
         if not self._backend.uses_mirror:
             return pending.result()
         self._under_way.append(pending)
         return pending
 
-    def _adjustments(self, plan: StepPlan) -> Adjustments | None:
+    def _adjustments(self, plan: StepPlan, mask: Mask | None) -> Adjustments | None:
         """What rows ask for that depends on their outputs needs all of them on the host: the device is waited for."""
         if needs_tokens(self.state.requests):
             for step in self._under_way:
                 step.result()
-        return adjustments(self.state.requests, plan)
+        return adjustments_of(self.state.requests, plan, mask)
 
     def close(self) -> None:
         """Give up the pool and the weights, and leave the group."""
-        self._decoder = self._sampler = self._cache = self._inputs = self._state = None
+        self._decoder = self._sampler = self._scorer = self._cache = self._inputs = self._state = (
+            None
+        )
         self._parallel.close()
 
 
-def finish(outcome: StepResult | PendingStep) -> StepResult:
-    """The result of a step, waited for if need be."""
+def finish(outcome: StepResult | PendingStep | UnmaskedStep) -> StepResult:
+    """The result of a step without masked rows, waited for if need be."""
+    assert not isinstance(outcome, UnmaskedStep), "the step waits for its mask"
     return outcome.result() if isinstance(outcome, PendingStep) else outcome
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..scheduler.agreement import StepPlan
+from ..scheduler.messages import Mask
 from .block_tables import ragged_cells
 from .request_states import RequestStates
 from .sampler.adjustments import Adjustments, RowFeatures
 from .sampler.penalties import Penalties
+from .sampler.row_masks import RowMasks
 from .sampler.sampler import SamplingRows
 
 
@@ -30,20 +32,32 @@ def needs_tokens(requests: RequestStates) -> bool:
     return bool(requests.features or requests.penalized)
 
 
-def adjustments(requests: RequestStates, plan: StepPlan) -> Adjustments | None:
-    """What few rows ask for beside them; None, and no row is looked at, if nobody asks for anything."""
-    if not needs_tokens(requests):
+def adjustments(
+    requests: RequestStates, plan: StepPlan, mask: Mask | None = None
+) -> Adjustments | None:
+    """What few rows ask for beside them; None, and no row is looked at, if nobody asks for anything.
+
+    mask: what the step's masked rows may choose.
+    """
+    if mask is None and not needs_tokens(requests):
         return None
     rows = plan.index_mapping[plan.samples]
+    masks = None
+    if mask is not None:
+        masks = RowMasks(rows=np.flatnonzero(np.isin(rows, mask.rows)), bits=mask.bits)
     # Who samples has computed all it had: the sampled token's position is the number of its tokens.
     lengths = plan.seq_lens[plan.samples]
     features = []
     for place in np.flatnonzero(requests.feature_checksums[rows]).tolist():
         row = int(rows[place])
+        if row not in requests.features:  # asks for log-probabilities alone
+            continue
         outputs = requests.token_ids[row, requests.num_prompt_tokens[row] : lengths[place]]
         features.append(RowFeatures(row=place, features=requests.features[row], outputs=outputs))
     penalties = _penalties(requests, rows, lengths) if requests.penalized else None
-    return Adjustments(features=features, penalties=penalties) if features or penalties else None
+    if not (features or penalties or masks):
+        return None
+    return Adjustments(features=features, penalties=penalties, masks=masks)
 
 
 def _penalties(requests: RequestStates, rows: np.ndarray, lengths: np.ndarray) -> Penalties | None:

@@ -24,6 +24,7 @@ from .step_checks import (
     check_freed_rows,
     check_grown_blocks,
     check_growth_counts,
+    check_masked_rows,
 )
 from .table_changes import TableChanges
 
@@ -104,11 +105,6 @@ class WorkerState:
                 f"step: grown_block_ids must have {self.block_tables.num_groups} KV groups, "
                 f"got {len(step.grown_block_ids)}"
             )
-        if len(step.masked_rows):
-            raise ProtocolError(
-                f"step: masked_rows must be empty, structured output is not supported yet, "
-                f"got {len(step.masked_rows)} rows"
-            )
         lengths: Lengths = self.requests
         held = tuple(same.num_blocks for same in self.block_tables.sizes)
         previous = self._previous
@@ -118,6 +114,8 @@ class WorkerState:
         if len(step.run_rows) or len(step.paused_rows):
             check_exceptions(step, lengths)
         plan = plan_step(lengths, step.run_rows, step.run_counts, step.paused_rows, previous)
+        if len(step.masked_rows):
+            check_masked_rows(step.masked_rows, plan)
         self._check_room(plan, lengths)
         growth = [
             derive_growth(plan, num_blocks, same.block_size)

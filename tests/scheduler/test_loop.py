@@ -676,6 +676,7 @@ def test_the_snapshot_counts_what_happened():
         "policy": "fcfs",
         "running": 0,
         "waiting": 0,
+        "compiling": 0,
         "free_blocks": 40,
         "usable_blocks": 40,
         "steps": 3,

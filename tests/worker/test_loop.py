@@ -320,12 +320,68 @@ def test_stop_is_answered_with_bye():
     assert not loop.turn(0)
 
 
-def test_a_mask_frame_is_refused_by_name():
-    loop, queue = make_loop()
-    mask = Mask(step_sequence=1, rows=i32(1), bits=np.zeros((1, 2), np.int32))
-    queue.frames.append(encode_mask(mask, epoch=EPOCH, sequence=1))
-    with pytest.raises(ProtocolError, match="mask frames are not supported yet"):
-        loop.turn(0)
+class MaskedExecutor(StateExecutor):
+    """Samples a masked step when its mask is here."""
+
+    def execute(self, step: SchedulerOutput, frame: bytes) -> StepResult | MaskedExecutor:
+        if not len(step.masked_rows):
+            return super().execute(step, frame)
+        self.step = step
+        return self
+
+    def take_mask(self, mask: Mask, frame: bytes) -> StepResult:
+        self.frames.append(frame)
+        return super().execute(self.step, b"")
+
+
+def mask_frame(sequence: int, step_sequence: int) -> bytes:
+    mask = Mask(step_sequence=step_sequence, rows=i32(1), bits=np.ones((1, 2), np.int32))
+    return encode_mask(mask, epoch=EPOCH, sequence=sequence)
+
+
+MASKED = step(request(1, [5]), masked=[1], grow=[[3]])
+
+
+def test_a_masked_step_has_its_result_once_its_mask_is_here():
+    loop, queue = make_loop(executor=MaskedExecutor())
+    queue.frames.append(frame(1, MASKED))
+    drain(loop)
+    assert (queue.reports, loop.sequence, loop.done) == ([], 1, 0)
+    queue.frames += [mask_frame(2, 1), frame(3)]
+    drain(loop)
+    assert [(r.sequence, r.result.tokens.tolist()) for r in queue.reports] == [
+        (1, [501]),
+        (3, [501]),
+    ]
+    assert loop.done == 3
+
+
+@pytest.mark.parametrize(
+    ("frames", "sentence"),
+    [
+        ([frame(1), mask_frame(2, 1)], "mask of step 1, expected none"),
+        ([frame(1, MASKED), mask_frame(2, 7)], "mask of step 7, expected that of step 1"),
+        ([frame(1, MASKED), mask_frame(2, 1), mask_frame(3, 1)], "mask of step 1, expected none"),
+        ([frame(1, MASKED), frame(2)], "step frame 2 came before the mask of step 1"),
+        ([frame(1, MASKED), mask_frame(3, 1)], "mask frame out of order: expected 2 got 3"),
+    ],
+)
+def test_a_mask_belongs_between_its_step_and_the_next(frames: list[bytes], sentence: str):
+    """Sampled by another step's mask, or by none, a row would go its own way without a word."""
+    loop, queue = make_loop(executor=MaskedExecutor())
+    queue.frames += frames
+    with pytest.raises(ProtocolError, match=sentence):
+        drain(loop)
+    assert queue.reports[-1].text == sentence or sentence in queue.reports[-1].text
+
+
+def test_stop_gives_up_a_step_that_waits_for_its_mask():
+    """The scheduler stops between a step and its mask when the engine is told to."""
+    loop, queue = make_loop(executor=MaskedExecutor())
+    stop = encode_control(ControlOperation.STOP, epoch=EPOCH, sequence=2)
+    queue.frames += [frame(1, MASKED), stop]
+    loop.run()
+    assert [report.kind for report in queue.reports] == [ResultKind.BYE]
 
 
 def test_what_an_executor_raises_is_reported_in_one_line_and_raised_whole():

@@ -330,7 +330,9 @@ WRONG_STEPS = {
     "growth into the null block": (step(run={2: 20}, grow=[[9, 0]]), "got 0"),
     "growth past the pool": (step(run={2: 20}, grow=[[100, 9]]), "got 100"),
     "another number of groups": (step(grow=[[], []]), "must have 1 KV groups, got 2"),
-    "masked rows": (step(masked=[1]), "masked_rows must be empty"),
+    "masked rows that do not sample": (step(masked=[1, 2]), r"in batch order, got \[1, 2\] where \[1\] sample"),
+    "a row masked twice": (step(masked=[1, 1]), r"each named once and in batch order, got \[1, 1\]"),
+    "a row masked that nobody has": (step(masked=[-1]), r"got \[-1\] where \[1\] sample"),
     "append to a row that is not there": (step(grow=[[12]]), "0 rows that grow"),
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """What happens to the logits of a few rows before anything is chosen, greedily or not, in this order:
 
-allowed_token_ids, bad_words and min_tokens forbid ids; logit_bias adds; penalties subtract. Each rank does it to its
-own part of the vocabulary, and needs to hear of no other.
+a mask, allowed_token_ids, bad_words and min_tokens forbid ids; logit_bias adds; penalties subtract. Each rank does it
+to its own part of the vocabulary, and needs to hear of no other. What would leave a row nothing is let go for that
+token: first bad_words and min_tokens, then allowed_token_ids, a mask never.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from ...scheduler.messages import Features
 from . import allowed_token_ids, bad_words, logit_bias, mask, min_tokens, penalties
 from .penalties import Penalties
+from .row_masks import RowMasks
 
 _NONE = np.empty(0, np.int32)
 
@@ -30,10 +32,11 @@ class RowFeatures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adjustments:
-    """Of all rows of a step that have any. penalties None: no row has one."""
+    """Of all rows of a step that have any. penalties, masks None: no row has one."""
 
     features: Sequence[RowFeatures] = ()
     penalties: Penalties | None = None
+    masks: RowMasks | None = None
 
     def apply(self, logits: torch.Tensor, ids_here: range, vocab_size: int) -> None:
         """Adjust.
@@ -41,11 +44,17 @@ class Adjustments:
         Shapes: logits [n, len(ids_here)] float32, contiguous, changed in place, of the vocabulary ids ids_here.
         """
         forbidden = []
+        if self.masks is not None:
+            self.masks.keep(logits, ids_here)
         for asked in self.features:
             row, allowed = asked.row, asked.features.allowed
+            within = None if self.masks is None else self.masks.allowed(row)
+            if within is not None and allowed is not None:
+                both = np.intersect1d(allowed, within)
+                allowed = both if len(both) else None
             if allowed is not None:
                 allowed_token_ids.keep(logits, row, _columns(allowed, ids_here))
-            ids = _forbidden(asked, vocab_size)
+            ids = _forbidden(asked, within if allowed is None else allowed, vocab_size)
             if len(ids):
                 forbidden.append((row, _columns(ids, ids_here)))
         if forbidden:
@@ -59,13 +68,15 @@ class Adjustments:
             penalties.apply(logits, self.penalties, ids_here.start)
 
 
-def _forbidden(asked: RowFeatures, vocab_size: int) -> np.ndarray:
-    """The ids that bad_words and min_tokens forbid now, on every rank the same; none if nothing would be left."""
+def _forbidden(asked: RowFeatures, allowed: np.ndarray | None, vocab_size: int) -> np.ndarray:
+    """The ids that bad_words and min_tokens forbid now, on every rank the same; none if nothing would be left.
+
+    allowed: the ids among which the row chooses, None for all.
+    """
     features, outputs = asked.features, asked.outputs
     ids = min_tokens.forbidden(features.min_tokens, features.min_tokens_ids, len(outputs))
     if features.bad_words:
         ids = np.union1d(ids, bad_words.forbidden(features.bad_words, outputs))
-    allowed = features.allowed
     none_left = len(ids) >= vocab_size if allowed is None else bool(np.isin(allowed, ids).all())
     return _NONE if none_left else ids
 
