@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cluster.client import Client
-    from .cluster.outputs import CompletionOutput, RequestOutput
+    from .cluster.outputs import CompletionOutput, Logprob, RequestOutput
     from .launch.llm import LLM
     from .scheduler.sampling_params import SamplingParams
+    from .scheduler.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -20,11 +21,22 @@ _HOME_OF = {
     "LLM": ".launch.llm",
     "Client": ".cluster.client",
     "CompletionOutput": ".cluster.outputs",
+    "Logprob": ".cluster.outputs",
     "RequestOutput": ".cluster.outputs",
     "SamplingParams": ".scheduler.sampling_params",
+    "StructuredOutputsParams": ".scheduler.structured_outputs",
 }
 
-__all__ = ["LLM", "Client", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Client",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

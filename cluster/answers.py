@@ -16,6 +16,7 @@ from .outputs import RequestMetrics, RequestOutput
 def params_of_answers(params: SamplingParams) -> list[SamplingParams]:
     """One answer's params for each of `n`. With a seed the answers have seed, seed + 1, ...; else each draws its own.
 
+    The first alone asks for the prompt's log-probabilities.
     Example: n 3 and seed 2**63 - 1 -> seeds 2**63 - 1, 0, 1.
     """
     if params.n == 1:
@@ -24,13 +25,15 @@ def params_of_answers(params: SamplingParams) -> list[SamplingParams]:
         None if params.seed is None else (params.seed + n_index) % (MAX_SEED + 1)
         for n_index in range(params.n)
     ]
-    return [replace(params, n=1, seed=seed) for seed in seeds]
+    answers = [replace(params, n=1, seed=seed) for seed in seeds]
+    # They share the prompt: the first answer's request scores it for all.
+    return [answers[0], *(replace(one, prompt_logprobs=None) for one in answers[1:])]
 
 
 def join(answers: Sequence[RequestOutput]) -> RequestOutput:
     """Put the outputs of one prompt's answers, in order, together. It is finished when all of them are.
 
-    cached_tokens is the first answer's: the others may find the prompt that it has just computed.
+    cached_tokens and prompt_logprobs are the first answer's: the others may find the prompt that it has just computed.
     """
     first = answers[0]
     if len(answers) == 1:

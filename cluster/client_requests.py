@@ -10,6 +10,7 @@ import numpy as np
 from ..scheduler.front_messages import RefusalReason
 from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
+from .answer_logprobs import AnswerLogprobs
 from .chat_options import ChatOptions
 from .engine import EngineFailed
 from .front import ChatPrompt, PromptOnWire
@@ -44,10 +45,14 @@ class ClientRequest:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     text_len_at: dict[int, int] = field(default_factory=lambda: {0: 0})  # by number of tokens
+    logprobs: AnswerLogprobs = field(init=False)
     sent: bool = False  # the front has taken it
     update: Update | None = None  # the newest
     error: Exception | None = None
     version: int = 0  # grows with every change
+
+    def __post_init__(self) -> None:
+        self.logprobs = AnswerLogprobs(self.params)
 
     @property
     def over(self) -> bool:
@@ -62,19 +67,25 @@ class ClientRequest:
             for num_tokens, length in self.text_len_at.items()
             if num_tokens >= update.first
         } | {len(self.token_ids): len(self.text)}
+        rows = update.logprobs
+        if rows is not None:
+            self.logprobs.put_tokens(update.first, rows.tokens, rows.texts)
+            self.logprobs.put_prompt(1, rows.prompt, rows.texts)
         self.update = update
         if update.error is not None:
             self.error = exception_of(*update.error)
         self.version += 1
 
     def output(self) -> RequestOutput:
-        update = self.update
+        update, logprobs = self.update, self.logprobs
         completion = CompletionOutput(
             index=self.n_index,
             text=self.text,
             token_ids=list(self.token_ids),
             finish_reason=None if update is None else update.finish_reason,
             stop_reason=None if update is None else update.stop_reason,
+            cumulative_logprob=logprobs.cumulative(self.token_ids),
+            logprobs=logprobs.tokens(),
         )
         metrics = update and RequestMetrics(
             arrival_time_s=update.arrival_time_s,
@@ -89,6 +100,7 @@ class ClientRequest:
             finished=completion.finished,
             metrics=metrics,
             cached_tokens=0 if update is None else update.cached_tokens,
+            prompt_logprobs=logprobs.prompt(),
         )
 
 

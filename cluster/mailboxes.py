@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..scheduler.extras import LogprobRows
 from ..scheduler.front_messages import FinishCode, Outputs, RefusalReason
+from .answer_logprobs import AnswerRows, RowsOnTheWay
 from .answer_text import AnswerText
 from .outputs import FINISH_REASON_OF, FinishReason
 
@@ -41,6 +43,7 @@ class Update:
 
     first: how many tokens precede token_ids (the cursor that this continues). text belongs to token_ids.
     error: set when the request is over without an answer. cached_tokens: of its prompt, known with its first token.
+    logprobs: of token_ids and of the prompt, None if nobody asked.
     Times are seconds on the front's clock.
     """
 
@@ -52,6 +55,7 @@ class Update:
     stop_reason: int | str | None = None
     error: tuple[RefusalReason, str] | None = None
     cached_tokens: int = 0
+    logprobs: RowsOnTheWay | None = None
     arrival_time_s: float
     first_token_time_s: float | None = None
     finished_time_s: float | None = None
@@ -66,6 +70,8 @@ class _Entry:
     """One request. tokens are those not acknowledged; `acknowledged` came before them.
 
     num_read: how many tokens `answer` has read. untold_text: of those, what is in no chunk.
+    rows: the log-probabilities of `tokens`, one each, and of the prompt until a token is acknowledged; None unless
+        they were asked for.
     """
 
     number: int
@@ -80,6 +86,7 @@ class _Entry:
     num_read: int = 0
     untold_text: str = ""
     cached_tokens: int = 0
+    rows: AnswerRows | None = None
     first_token_time_s: float | None = None
     finished_time_s: float | None = None
     finish: FinishCode = FinishCode.RUNNING
@@ -116,7 +123,18 @@ class _Entry:
         while self.chunks and self.chunks[0][0] <= have and not self._only_end_is_left():
             del self.chunks[0]
         del self.tokens[: have - self.acknowledged]
+        if self.rows is not None:
+            del self.rows.tokens[: have - self.acknowledged]
+            self.rows.prompt.clear()
         self.acknowledged = have
+
+    def rows_on_the_way(self) -> RowsOnTheWay | None:
+        """The log-probabilities of what an update tells."""
+        if self.rows is None:
+            return None
+        tokens, prompt = LogprobRows.join(self.rows.tokens), LogprobRows.join(self.rows.prompt)
+        texts = self.answer.texts_of((tokens, prompt))
+        return RowsOnTheWay(tokens=tokens, prompt=prompt, texts=texts)
 
     def _only_end_is_left(self) -> bool:
         return self.told_end and len(self.chunks) == 1
@@ -249,8 +267,14 @@ class Mailboxes:
         for number, count in zip(*cached, strict=True):
             if number in self._entries:
                 self._entries[number].cached_tokens = count
+        for number, first, rows in outputs.prompt_logprobs:
+            entry = self._entries.get(number)
+            if entry is not None and not entry.ended:
+                entry.rows = entry.rows or AnswerRows()
+                entry.rows.take_prompt(first, rows)
         columns = (outputs.numbers, outputs.tokens, outputs.finish_codes)
-        for number, token, code in zip(*(c.tolist() for c in columns), strict=True):
+        entries = zip(*(c.tolist() for c in columns), strict=True)
+        for place, (number, token, code) in enumerate(entries):
             entry = self._entries.get(number)
             if entry is None or entry.ended:
                 if code != FinishCode.RUNNING:
@@ -260,6 +284,9 @@ class Mailboxes:
                 if entry.first_token_time_s is None:
                     entry.first_token_time_s = now
                 entry.tokens.append(token)
+                if place in outputs.logprobs:
+                    entry.rows = entry.rows or AnswerRows()
+                    entry.rows.tokens.append(outputs.logprobs[place])
             if code != FinishCode.RUNNING:
                 entry.finish = FinishCode(code)
                 entry.finished_time_s = now
@@ -322,6 +349,7 @@ class Mailboxes:
             stop_reason=entry.answer.stop_reason,
             error=entry.error,
             cached_tokens=entry.cached_tokens,
+            logprobs=entry.rows_on_the_way(),
             arrival_time_s=entry.arrival_time_s,
             first_token_time_s=entry.first_token_time_s,
             finished_time_s=entry.finished_time_s,

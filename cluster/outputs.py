@@ -40,6 +40,23 @@ class RequestMetrics:
         return self.finished_time_s - self.arrival_time_s
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was at its place: the natural logarithm of its probability.
+
+    rank: how many ids score at least as high; 1 is the best. decoded_token: the token's own text, in which bytes that
+        are only part of a character show as U+FFFD; None without detokenization.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Of one place: the token that stands there, and the best ids, by token id."""
+
+
 @dataclass(kw_only=True, slots=True)
 class CompletionOutput:
     """One answer to a prompt, as far as it has come; `index` tells the n answers apart.
@@ -49,6 +66,8 @@ class CompletionOutput:
     finish_reason: None while it runs; "stop" by an end or stop token or a stop string, "length" by max_tokens or
         max_model_len.
     stop_reason: the stop string or stop token id that ended it, when the caller named it; None for the model's own end.
+    logprobs: one dict a token of token_ids, where they were asked for; the token itself comes first, then the best ids,
+        best first. cumulative_logprob: the sum over the tokens themselves.
     """
 
     index: int
@@ -56,6 +75,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
     @property
     def finished(self) -> bool:
@@ -67,6 +88,8 @@ class RequestOutput:
     """One request and its answers. prompt is None when the caller gave token ids.
 
     cached_tokens: prompt tokens that were found in the prefix cache and not computed. Settled with the first token.
+    prompt_logprobs: one entry a prompt token, where they were asked for; None for the first, which nothing precedes.
+        Complete with the first token.
     """
 
     request_id: str
@@ -76,3 +99,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

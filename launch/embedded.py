@@ -31,6 +31,7 @@ from ..scheduler.front_messages import (
     Ack,
     FinishCode,
     Outputs,
+    RefusalReason,
     Refused,
     Register,
     Submit,
@@ -115,7 +116,7 @@ class Request:
     rows: AnswerRows = field(default_factory=AnswerRows)
     logprobs: AnswerLogprobs = field(init=False)
     finish: FinishCode = FinishCode.RUNNING
-    error: str | None = None
+    error: ValueError | RuntimeError | None = None
 
     def __post_init__(self) -> None:
         self.logprobs = AnswerLogprobs(self.submit.params)
@@ -394,7 +395,8 @@ class EmbeddedEngine:
             if isinstance(received, Refused):
                 request = self._requests.pop(received.number, None)
                 if request is not None:
-                    request.error = received.text
+                    invalid = received.reason is RefusalReason.INVALID
+                    request.error = (ValueError if invalid else RuntimeError)(received.text)
                     request.finish = FinishCode.ERROR
                 continue
             assert isinstance(received, Outputs), f"front got {type(received).__name__}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from .extras import LogprobRows, PromptRows
 from .front_messages import FinishCode
 from .request import Request, RequestStatus
 
@@ -21,7 +23,10 @@ NO_COLUMNS: Columns = (NO_INT32, NO_INT64, NO_INT32, NO_INT8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForFront:
-    """One front's part. Shapes: numbers, tokens, finish_codes [n]; cached_numbers, cached_tokens [m]."""
+    """One front's part. Shapes: numbers, tokens, finish_codes [n]; cached_numbers, cached_tokens [m].
+
+    logprobs: place among the n -> its token's row.
+    """
 
     front: Hashable
     numbers: np.ndarray
@@ -29,6 +34,8 @@ class ForFront:
     finish_codes: np.ndarray
     cached_numbers: np.ndarray
     cached_tokens: np.ndarray
+    logprobs: Mapping[int, LogprobRows]
+    prompt_logprobs: Sequence[PromptRows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +46,8 @@ class Deliveries:
     entries: cached_front_index int32, cached_numbers int64, cached_tokens int32, the prompt tokens that the request's
     first admission did not compute; they come no later than its first token, and not at all if there are none.
     front_index is a key of `fronts`. Entries of one request stand in the order of its tokens.
+    logprobs: place among the n -> its token's row, where that was asked for. prompt_logprobs: (front index, rows), in
+        the order of the prompt's tokens; they come no later than the request's first token.
     """
 
     fronts: Mapping[int, Hashable]
@@ -49,13 +58,17 @@ class Deliveries:
     cached_front_index: np.ndarray = field(default_factory=lambda: NO_INT32)
     cached_numbers: np.ndarray = field(default_factory=lambda: NO_INT64)
     cached_tokens: np.ndarray = field(default_factory=lambda: NO_INT32)
+    logprobs: Mapping[int, LogprobRows] = field(default_factory=dict)
+    prompt_logprobs: Sequence[tuple[int, PromptRows]] = ()
 
     def __len__(self) -> int:
-        return len(self.numbers) + len(self.cached_numbers)
+        return len(self.numbers) + len(self.cached_numbers) + len(self.prompt_logprobs)
 
     def by_front(self) -> Iterator[ForFront]:
         """Split by front, in the order of front_index; a front that gets nothing is left out."""
         indexes = np.concatenate((self.front_index, self.cached_front_index))
+        if self.prompt_logprobs:
+            indexes = np.append(indexes, [front_index for front_index, _ in self.prompt_logprobs])
         if not len(indexes):
             return
         if (indexes == indexes[0]).all():
@@ -66,6 +79,9 @@ class Deliveries:
             yield self._part(index, own, np.flatnonzero(self.cached_front_index == index))
 
     def _part(self, index: int, own: np.ndarray | slice, cached: np.ndarray | slice) -> ForFront:
+        logprobs = self.logprobs
+        if logprobs and not isinstance(own, slice):
+            logprobs = {p: logprobs[o] for p, o in enumerate(own.tolist()) if o in logprobs}
         return ForFront(
             front=self.fronts[index],
             numbers=self.numbers[own],
@@ -73,10 +89,20 @@ class Deliveries:
             finish_codes=self.finish_codes[own],
             cached_numbers=self.cached_numbers[cached],
             cached_tokens=self.cached_tokens[cached],
+            logprobs=logprobs,
+            prompt_logprobs=[rows for front, rows in self.prompt_logprobs if front == index],
         )
 
 
-_COLUMNS = tuple(name for name in Deliveries.__dataclass_fields__ if name != "fronts")
+_COLUMNS = (
+    "front_index",
+    "numbers",
+    "tokens",
+    "finish_codes",
+    "cached_front_index",
+    "cached_numbers",
+    "cached_tokens",
+)
 
 
 def join(parts: Sequence[Deliveries]) -> Deliveries:
@@ -86,8 +112,18 @@ def join(parts: Sequence[Deliveries]) -> Deliveries:
     fronts: dict[int, Hashable] = {}
     for part in parts:
         fronts.update(part.fronts)
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
-    return Deliveries(fronts=fronts, **columns)
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS
+    }
+    logprobs: dict[int, LogprobRows] = {}
+    of_prompts: list[tuple[int, PromptRows]] = []
+    first = 0
+    for part in parts:
+        if part.logprobs:
+            logprobs |= {first + place: rows for place, rows in part.logprobs.items()}
+        of_prompts += part.prompt_logprobs
+        first += len(part.numbers)
+    return Deliveries(fronts=fronts, logprobs=logprobs, prompt_logprobs=of_prompts, **columns)
 
 
 def deliveries_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -56,6 +57,8 @@ class Door:
         self._in_vocabulary(np.array(submit.params.stop_token_ids, np.int64), f"{who}: stop ids")
         features = Features.of(submit.params, self._config.eos_token_ids)
         if features is not None:
+            if len(submit.output_token_ids):  # a prompt's rows come no later than the first output
+                features = replace(features, prompt_logprobs_from=num_prompt)
             for name, ids in features.ids():
                 self._in_vocabulary(ids, f"{who}: {name}")
         if num_prompt >= max_model_len:

@@ -2,7 +2,8 @@
 
 Owns their form on the wire: b"" for nothing, or a MessagePack map of those that are asked for,
 
-    {"bias": [ids, values], "allowed": ids, "bad_words": [ids, ...], "min_tokens": [n, ids]}
+    {"bias": [ids, values], "allowed": ids, "bad_words": [ids, ...], "min_tokens": [n, ids], "logprobs": n,
+     "prompt_logprobs": [n, from]}
 
 ids is bin of little-endian int32, values bin of float32; ids are ascending and differ, but for those of a bad word.
 Whether the ids lie within the vocabulary is the worker's check. Part of `messages.py`, in a file of its own.
@@ -18,7 +19,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from .sampling_params import SamplingParams
+from .sampling_params import MAX_LOGPROBS, SamplingParams
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -32,6 +33,8 @@ class Features:
 
     Shapes: bias_ids int32 and bias float32 [num_biased]; allowed [num_allowed] int32, None for all ids; bad_words one
         int32 array of at least one id each; min_tokens_ids [n] int32, what is not chosen before min_tokens outputs.
+    logprobs, prompt_logprobs: how many of the best ids beside each token's own; None for no log-probabilities.
+        prompt_logprobs_from: the position of the first prompt token whose row its caller does not have yet.
     """
 
     bias_ids: np.ndarray = field(default_factory=_NO_IDS.copy)
@@ -40,6 +43,9 @@ class Features:
     bad_words: tuple[np.ndarray, ...] = ()
     min_tokens: int = 0
     min_tokens_ids: np.ndarray = field(default_factory=_NO_IDS.copy)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 1
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: Sequence[int]) -> Features | None:
@@ -47,7 +53,8 @@ class Features:
         bias = params.logit_bias or {}
         allowed = params.allowed_token_ids
         ends = sorted({*eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
-        if not (bias or allowed or params.bad_words_token_ids or ends):
+        asks = params.logprobs is not None or params.prompt_logprobs is not None
+        if not (bias or allowed or params.bad_words_token_ids or ends or asks):
             return None
         return cls(
             bias_ids=np.array(list(bias), _INT32),
@@ -56,6 +63,20 @@ class Features:
             bad_words=tuple(np.array(word, _INT32) for word in params.bad_words_token_ids),
             min_tokens=params.min_tokens if ends else 0,
             min_tokens_ids=np.array(ends, _INT32),
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+
+    @property
+    def asks(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything is done to the logits."""
+        return bool(
+            len(self.bias_ids) or self.allowed is not None or self.bad_words or self.min_tokens
         )
 
     def pack(self) -> bytes:
@@ -69,6 +90,10 @@ class Features:
             values["bad_words"] = [_bytes_of(word, _INT32) for word in self.bad_words]
         if self.min_tokens:
             values["min_tokens"] = [self.min_tokens, _bytes_of(self.min_tokens_ids, _INT32)]
+        if self.logprobs is not None:
+            values["logprobs"] = self.logprobs
+        if self.prompt_logprobs is not None:
+            values["prompt_logprobs"] = [self.prompt_logprobs, self.prompt_logprobs_from]
         packed = msgpack.packb(values, use_bin_type=True)
         assert packed is not None
         return packed
@@ -107,10 +132,14 @@ class Features:
                 raise ValueError("bad_words: must have at least one id each")
         if "min_tokens" in values:
             count, ids = _pair(values["min_tokens"], "min_tokens")
-            if type(count) is not int or not 1 <= count < 2**31:
-                raise ValueError("min_tokens: must be an integer in [1, 2**31)")
-            read["min_tokens"] = count
+            read["min_tokens"] = _count(count, "min_tokens", 1, 2**31 - 1)
             read["min_tokens_ids"] = _ids(ids, "min_tokens")
+        if "logprobs" in values:
+            read["logprobs"] = _count(values["logprobs"], "logprobs", 0, MAX_LOGPROBS)
+        if "prompt_logprobs" in values:
+            count, first = _pair(values["prompt_logprobs"], "prompt_logprobs")
+            read["prompt_logprobs"] = _count(count, "prompt_logprobs", 0, MAX_LOGPROBS)
+            read["prompt_logprobs_from"] = _count(first, "prompt_logprobs", 1, 2**31 - 1)
         return cls(**read)
 
     @property
@@ -134,11 +163,17 @@ class Features:
         return hash(self.pack())
 
 
-_KEYS = {"bias", "allowed", "bad_words", "min_tokens"}
+_KEYS = {"bias", "allowed", "bad_words", "min_tokens", "logprobs", "prompt_logprobs"}
 
 
 def _bytes_of(array: np.ndarray, dtype: np.dtype[Any]) -> bytes:
     return np.ascontiguousarray(array, dtype).tobytes()
+
+
+def _count(value: Any, what: str, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{what}: must be an integer in [{low}, {high}]")
+    return value
 
 
 def _pair(value: Any, what: str) -> list[Any]:

@@ -71,7 +71,8 @@ class KVMemory:
         if self.caching:
             if request.num_preemptions:  # with outputs that are not hashed yet
                 self.cache.extend(request.hashes, request.chain_root, request.tokens)
-            hit = self.cache.lookup(request.hashes, length)
+            if not request.owes_prompt_rows:
+                hit = self.cache.lookup(request.hashes, length)
         return Offer(hit=hit, num_blocks=self._blocks_to_take(length, hit))
 
     def _blocks_to_take(self, length: int, hit: Hit) -> int:

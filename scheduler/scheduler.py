@@ -246,7 +246,7 @@ class Scheduler:
         front = self._registry.fronts[request.front_index]
         self._end([request])
         self._registry.forget(front, request.number)
-        self.failed.append((front, request.number, f"request {request.request_id}: {why}"))
+        self.failed.append((front, request.number, why))
 
     # ------------------------------------------------------------ one step
 

@@ -41,6 +41,8 @@ _WRONG: tuple[Any, ...] = (
     msgpack.ExtType(5, b"abc"),
 )
 
+_KEYS: tuple[Any, ...] = (-1, 0, 2, 2**63, 1.5, True, "0", "logprobs", b"0")
+
 
 def mangled(good: Sequence[bytes], count: int, *, seed: int) -> Iterator[bytes]:
     """Make `count` bad messages out of good ones, the same for the same seed."""
@@ -70,8 +72,8 @@ def _swapped(random: Random, good: bytes) -> bytes:
     values = msgpack.unpackb(good, strict_map_key=False)
     inside = values
     while True:
-        place = random.randrange(len(inside))
-        if isinstance(inside[place], list) and inside[place] and random.random() < 0.7:
+        place = random.choice([*inside] if isinstance(inside, dict) else range(len(inside)))
+        if isinstance(inside[place], list | dict) and inside[place] and random.random() < 0.7:
             inside = inside[place]
             continue
         way = random.random()
@@ -79,6 +81,8 @@ def _swapped(random: Random, good: bytes) -> bytes:
             inside[place] = random.choice(_WRONG)
         elif way < 0.9:
             del inside[place]
+        elif isinstance(inside, dict):
+            inside[random.choice(_KEYS)] = inside[place]
         else:
             inside.insert(place, inside[place])
         return msgpack.packb(values)

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rowcast.scheduler.extras import PromptRows
 from rowcast.scheduler.front_messages import (
-    FRONT_PROTOCOL_VERSION,
+    FRONT_PROTOCOL_VERSION as VERSION,
+)
+from rowcast.scheduler.front_messages import (
     Abort,
     Ack,
     FrontKind,
@@ -26,6 +29,7 @@ from rowcast.scheduler.front_messages import (
 )
 from rowcast.scheduler.messages import ProtocolError
 from rowcast.scheduler.sampling_params import MAX_SEED, SamplingParams
+from rowcast.tests.scheduler.logprob_rows import some_rows
 from rowcast.tests.scheduler.mangle import mangled
 
 NUM_BAD_MESSAGES = 100_000
@@ -80,6 +84,8 @@ PARAMS = st.builds(
     bad_words_token_ids=st.lists(
         st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4), max_size=3
     ),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
 )
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda v: np.array(v, np.int32))
 NUMBERS = st.lists(st.integers(0, 2**63 - 1), max_size=9).map(lambda v: np.array(v, np.int64))
@@ -135,6 +141,42 @@ def test_outputs_come_back_as_they_were_sent(entries, cached):
     assert_same(outputs, decode(encode(outputs)))
 
 
+def some_outputs(**changes) -> Outputs:
+    """Two tokens, of which the second and a prompt have their log-probabilities with them."""
+    values = {
+        "epoch": 1,
+        "numbers": np.array([1, 2]),
+        "tokens": np.array([5, 6], np.int32),
+        "finish_codes": np.array([0, 3], np.int8),
+        "logprobs": {1: some_rows([6], 4)},
+        "prompt_logprobs": [PromptRows(2, 1, some_rows([8, 3], 0))],
+    }
+    return Outputs(**(values | changes))
+
+
+def test_outputs_with_log_probabilities_come_back_as_they_were_sent():
+    outputs = some_outputs()
+    read = decode(encode(outputs))
+    assert isinstance(read, Outputs)
+    assert dict(read.logprobs) == outputs.logprobs
+    assert list(read.prompt_logprobs) == outputs.prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"logprobs": {2: some_rows([6], 4)}}, "logprobs of entry 2 are of no token there"),
+        ({"logprobs": {0: some_rows([6], 4)}}, "logprobs of entry 0 are of no token there"),
+        ({"logprobs": {0: some_rows([5, 5], 4)}}, "logprobs must have one row each"),
+        ({"logprobs": {-1: some_rows([5], 4)}}, "places of logprobs must be"),
+        ({"prompt_logprobs": [PromptRows(2, 0, some_rows([8], 0))]}, "first token has no log-prob"),
+    ],
+)
+def test_outputs_with_rows_of_nothing_are_refused(changes, said):
+    with pytest.raises(ProtocolError, match=said):
+        decode(encode(some_outputs(**changes)))
+
+
 @pytest.mark.parametrize("seed", [-1, -(2**63) - 1, 2**63, 2**64])
 def test_a_seed_that_no_int64_holds_is_refused_before_it_is_sent(seed):
     """W12: an OverflowError after the request was accepted killed the engine."""
@@ -187,7 +229,7 @@ def wire(message) -> list:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (0, FRONT_PROTOCOL_VERSION + 1, "version 4, this side speaks 3"),
+        (0, VERSION + 1, f"version {VERSION + 1}, this side speaks {VERSION}"),
         (0, True, "version True"),
         (0, 1.0, "version 1.0"),
         (1, 77, "unknown kind 77"),
@@ -240,6 +282,8 @@ def wire(message) -> list:
             "bad_words_token_ids must be a list of",
         ),
         (9, with_more(rare={"bad_words_token_ids": b""}), "bad_words_token_ids must be an array"),
+        (9, with_more(rare={"logprobs": 21}), r"logprobs must be an integer in \[0, 20\]"),
+        (9, with_more(rare={"prompt_logprobs": -1}), r"prompt_logprobs must be an integer in"),
         (10, True, "priority must be a whole number"),
         (10, 1.0, "priority must be a whole number"),
         (10, None, "priority must be a whole number"),
@@ -265,12 +309,18 @@ def test_a_submit_that_is_not_exactly_one_is_refused(place, value, said):
     [
         (b"", "front message of 0 bytes"),
         (msgpack.packb([]), "at least 2 values"),
-        (msgpack.packb([3, 0]), "register must carry 1 values, got 0"),
-        (msgpack.packb([3, 2, b"1234567"]), "abort: numbers must be bin"),
-        (msgpack.packb([3, 10, 5, b"", b"1234", b"", b"", b""]), "differ in length"),
-        (msgpack.packb([3, 10, 5, b"", b"", b"", b"12345678", b""]), "differ in length"),
-        (msgpack.packb([3, 11, 5, 99, "text"]), "99 is not a valid RefusalReason"),
-        (b"\x93\x03\x02" + b"\x91" * 900 + b"\x00", "bin"),
+        (msgpack.packb([VERSION, 0]), "register must carry 1 values, got 0"),
+        (msgpack.packb([VERSION, 2, b"1234567"]), "abort: numbers must be bin"),
+        (
+            msgpack.packb([VERSION, 10, 5, b"", b"1234", b"", b"", b"", None, None]),
+            "differ in length",
+        ),
+        (
+            msgpack.packb([VERSION, 10, 5, b"", b"", b"", b"12345678", b"", None, None]),
+            "differ in length",
+        ),
+        (msgpack.packb([VERSION, 11, 5, 99, "text"]), "99 is not a valid RefusalReason"),
+        (bytes([0x93, VERSION, 2]) + b"\x91" * 900 + b"\x00", "bin"),
     ],
 )
 def test_other_messages_that_are_not_exactly_one_are_refused(message, said):
@@ -306,6 +356,7 @@ def test_no_bytes_raise_anything_but_the_one_exception():
                 cached_tokens=np.array([32]),
             )
         ),
+        encode(some_outputs()),
         encode(Refused(number=3, reason=RefusalReason.INVALID, text="no")),
     ]
     for message in good:
