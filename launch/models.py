@@ -1,7 +1,7 @@
 """MODEL on the command line or in `LLM(...)` -> a Hugging Face folder that can be served.
 
-MODEL is a name that `rowcast pull` knows, a model folder, or a `.gguf` file (converted once, into the cache). Owns that
-choice and the sentences for everything else; loads no weights.
+MODEL is a name that `rowcast pull` knows, a model folder, a `.gguf` file (converted once, into the cache), or a model's
+name on a hub (`hub.py`). Owns that choice and the sentences for everything else; loads no weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .hub import fetch, is_hub_name
 from .model_cache import build_once, missing_parts, models_folder
 from .progress import progress_bars
 from .pull import PULLED_MODELS, pull
@@ -40,9 +41,9 @@ def resolve_model(
 ) -> Path:
     """The folder of a model: config.json and *.safetensors are there and whole.
 
-    A known name means the pulled model, also when a folder of that name lies here (write `./name` for the folder).
-    `pull_missing` pulls a known name that is not in the cache; otherwise that is an error that says to do so. Progress
-    of a pull or a conversion goes to `console`.
+    A known name means the pulled model, also when a folder of that name lies here (write `./name` for the folder); a
+    folder comes before a hub's model. `pull_missing` pulls what is not in the cache; otherwise that is an error that
+    says to do so. Progress of a pull or a conversion goes to `console`.
 
     Raises: ValueError, one sentence.
     """
@@ -62,9 +63,13 @@ def resolve_model(
         return path.resolve()
     if path.suffix == ".gguf":
         return _converted(path, cache_home=cache_home, console=console)
+    if is_hub_name(name):
+        folder = fetch(name, cached_only=not pull_missing, console=console)
+        _check_folder(folder)
+        return folder
     raise ValueError(
         f"unknown model {name!r}; known names: {', '.join(sorted(PULLED_MODELS))}; or give a folder with config.json "
-        "and *.safetensors, or a .gguf file"
+        "and *.safetensors, a .gguf file, or a hub's org/name"
     )
 
 

