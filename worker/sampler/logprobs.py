@@ -13,7 +13,10 @@ from __future__ import annotations
 import torch
 
 from ..parallel import TensorParallelGroup
-from . import candidates, keys, top_p
+from . import candidates, keys
+
+_ROWS_AT_ONCE = 8  # of a float64 copy of the logits
+_LOWEST = -1e300  # below any float32, and -inf less this is -inf, not NaN
 
 
 class Logprobs:
@@ -45,12 +48,13 @@ class Logprobs:
             self._best(logits, num_best),
             _words(own),
             _words(logits.amax(dim=1)),
-            _words(top_p.mass(logits)),
+            _words(_mass(logits)),
         )
         gathered = self._parallel.all_gather(torch.cat(offer, dim=1).contiguous())
         found, own, highest, masses = gathered.split([num_best, 1, 1, 1], dim=2)
         own, highest = _floats(own).amax(dim=0).float(), _floats(highest).float()
-        total = top_p.total_mass(_floats(masses), highest)
+        relative = (highest.double() - highest.double().amax(dim=0)).exp()
+        total = (_floats(masses) * relative).sum(dim=0)
         together = found.transpose(0, 1).reshape(len(logits), -1)
         best = together.topk(num_best, dim=1).values if num_best else together
         scores = torch.cat((own.unsqueeze(1), keys.scores_of(best)), dim=1)
@@ -84,6 +88,16 @@ class Logprobs:
         among = (best.unsqueeze(1) >= best.unsqueeze(2)).sum(dim=2)
         of_best = torch.where(best == ends[:, 1:], counts[1].unsqueeze(1), among)
         return torch.cat((counts[0].unsqueeze(1), of_best), dim=1)
+
+
+def _mass(logits: torch.Tensor) -> torch.Tensor:
+    """The sum of exp(logit - highest logit) of each row: [n] float64, 0 where all are -inf."""
+    parts = []
+    for part in logits.split(_ROWS_AT_ONCE):
+        wide = part.double()
+        highest = wide.amax(dim=1, keepdim=True).clamp_(min=_LOWEST)
+        parts.append(wide.sub_(highest).exp_().sum(dim=1))
+    return torch.cat(parts)
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:
