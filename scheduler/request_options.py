@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-import reprlib
 from dataclasses import dataclass
 from typing import Any
 
 from .messages import MAX_REQUEST_ID_BYTES
+from .wire_form import short
 
 MAX_TEXT_BYTES = MAX_REQUEST_ID_BYTES  # one bound for all that a caller names
 _INT32 = 2**31
@@ -44,13 +44,11 @@ def check_text(field: str, value: Any, *, min_bytes: int = 0) -> None:
     Raises: TypeError if it is no string; ValueError for its length, or if it is not valid Unicode.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{field} must be a string, got {reprlib.repr(value)}")
+        raise TypeError(f"{field} must be a string, got {short(value)}")
     try:
         num_bytes = len(value.encode())
     except UnicodeEncodeError:
-        raise ValueError(
-            f"{field} {reprlib.repr(value)} is not valid Unicode; choose another"
-        ) from None
+        raise ValueError(f"{field} {short(value)} is not valid Unicode; choose another") from None
     if not min_bytes <= num_bytes <= MAX_TEXT_BYTES:
         allowed = f"{min_bytes} to" if min_bytes else "at most"
         raise ValueError(f"{field} must have {allowed} {MAX_TEXT_BYTES} bytes, got {num_bytes}")
@@ -62,7 +60,7 @@ def _priority(value: Any) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"priority must be a whole number, got {reprlib.repr(value)}")
+        raise TypeError(f"priority must be a whole number, got {short(value)}")
     if not -_INT32 <= number < _INT32:
-        raise ValueError(f"priority must be in [-2**31, 2**31), got {reprlib.repr(number)}")
+        raise ValueError(f"priority must be in [-2**31, 2**31), got {short(number)}")
     return number

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from .structured_outputs import StructuredOutputsParams
+from .wire_form import short
 
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 2.0
@@ -30,23 +31,23 @@ MAX_LOGPROBS = 20
 
 def _integer(field: str, value: Any, low: int, high: int | None, allowed: str) -> int:
     if isinstance(value, bool):
-        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}")
+        raise ValueError(f"{field} must be {allowed}, got {short(value)}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}") from None
+        raise ValueError(f"{field} must be {allowed}, got {short(value)}") from None
     if number < low or (high is not None and number > high):
-        raise ValueError(f"{field} must be {allowed}, got {number}")
+        raise ValueError(f"{field} must be {allowed}, got {short(number)}")
     return number
 
 
 def _real(field: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool | str | bytes):
-        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}")
+        raise ValueError(f"{field} must be {allowed}, got {short(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}") from None
+        raise ValueError(f"{field} must be {allowed}, got {short(value)}") from None
     if not math.isfinite(number):
         raise ValueError(f"{field} must be {allowed}, got {number}")
     return number
@@ -54,7 +55,7 @@ def _real(field: str, value: Any, allowed: str) -> float:
 
 def _flag(field: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{field} must be True or False, got {reprlib.repr(value)}")
+        raise ValueError(f"{field} must be True or False, got {short(value)}")
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
@@ -64,12 +65,12 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
         return ()
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray):
-        raise ValueError(f"stop must be {allowed}, got {reprlib.repr(value)}")
+        raise ValueError(f"stop must be {allowed}, got {short(value)}")
     if len(listed) > MAX_STOP_STRINGS:
         raise ValueError(f"stop must be {allowed}, got {len(listed)} entries")
     for entry in listed:
         if not isinstance(entry, str) or not entry:
-            raise ValueError(f"stop must be {allowed}, got the entry {reprlib.repr(entry)}")
+            raise ValueError(f"stop must be {allowed}, got the entry {short(entry)}")
     return tuple(listed)
 
 
@@ -83,12 +84,18 @@ def _within(field: str, value: Any, low: float, high: float, *, above: bool = Fa
 
 
 def _entries(field: str, value: Any, allowed: str, most: int) -> tuple[Any, ...]:
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise ValueError(f"{field} must be {allowed}, got {reprlib.repr(value)}")
-    entries = tuple(value)
-    if len(entries) > most:
-        raise ValueError(f"{field} must have at most {most} entries, got {len(entries)}")
-    return entries
+    """Bring a list to a tuple. Whatever its size, no more is taken from it than shows that it is too long."""
+    try:
+        entries = None if isinstance(value, str | bytes | Mapping) else islice(value, most + 1)
+    except TypeError:  # NumPy's arrays of no dimension say that they are iterable
+        entries = None
+    if entries is None:
+        raise ValueError(f"{field} must be {allowed}, got {short(value)}")
+    taken = tuple(entries)
+    if len(taken) > most:
+        got = len(value) if isinstance(value, Sized) else "more"
+        raise ValueError(f"{field} must have at most {most} entries, got {got}")
+    return taken
 
 
 def _token_ids(field: str, value: Any, most: int) -> tuple[int, ...]:
@@ -101,7 +108,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     """Token id -> bias, in the order of the ids. An id may be given in digits, as JSON has it."""
     allowed = "a dict of token id (an integer, at least 0) to a number in [-100, 100]"
     if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias must be {allowed}, got {reprlib.repr(value)}")
+        raise ValueError(f"logit_bias must be {allowed}, got {short(value)}")
     if len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"logit_bias must have at most {MAX_LOGIT_BIAS} entries, got {len(value)}")
     biases: dict[int, float] = {}
@@ -122,7 +129,7 @@ def _bad_words(value: Any) -> tuple[str, ...]:
     words = _entries("bad_words", value, allowed, MAX_BAD_WORDS)
     for word in words:
         if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_LEN:
-            raise ValueError(f"bad_words must be {allowed}, got {reprlib.repr(word)}")
+            raise ValueError(f"bad_words must be {allowed}, got {short(word)}")
     return words
 
 
@@ -131,7 +138,7 @@ def _bad_words_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
     allowed = f"a list of lists of 1 to {MAX_BAD_WORD_TOKENS} token ids"
     words = _entries(name, value, allowed, 2 * MAX_BAD_WORDS)
     if not all(isinstance(word, Iterable) for word in words):
-        raise ValueError(f"{name} must be {allowed}, got {reprlib.repr(words)}")
+        raise ValueError(f"{name} must be {allowed}, got {short(words)}")
     of_words = tuple(_token_ids(name, word, MAX_BAD_WORD_TOKENS) for word in words)
     if not all(of_words):
         raise ValueError(f"{name} must be {allowed}, got an empty one")
@@ -246,7 +253,8 @@ class SamplingParams:
             if count is not None:
                 allowed = f"an integer in [0, {MAX_LOGPROBS}], or None for none"
                 put(field, _integer(field, count, 0, MAX_LOGPROBS, allowed))
-        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
+        ends = () if self.stop_token_ids is None else self.stop_token_ids
+        put("stop_token_ids", _token_ids("stop_token_ids", ends, MAX_STOP_TOKEN_IDS))
         if self.logit_bias is not None:
             put("logit_bias", _logit_bias(self.logit_bias) or None)
         if self.allowed_token_ids is not None:

@@ -34,8 +34,11 @@ def pack(values: list[Any]) -> bytes:
 
 
 def short(value: Any) -> str:
-    """Quote a value in an error, whatever a peer sent."""
-    text = reprlib.repr(value)  # of a hostile value too: bounded in depth and length
+    """Quote a value in one line of an error, whatever a peer or a caller gave."""
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to write the largest
+        return f"an integer of {value.bit_length()} bits"
+    # bounded in depth and length, of a hostile value too; arrays are written in lines
+    text = " ".join(reprlib.repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

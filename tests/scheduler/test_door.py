@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 
 import numpy as np
@@ -141,15 +142,30 @@ def test_max_tokens_below_one_is_refused(max_tokens):
         ("bad_words", [3], "a list of strings of 1 to 256 characters"),
         ("bad_words", ["a" * 257], "a list of strings of 1 to 256 characters"),
         ("bad_words", ["a"] * 257, "at most 256 entries, got 257"),
+        ("allowed_token_ids", range(10**12), "at most 1048576 entries, got 1000000000000"),
+        ("stop_token_ids", np.array(1), "a list of token ids"),
+        ("stop_token_ids", itertools.count(), "at most 256 entries, got more"),
         ("bad_words_token_ids", [[]], "a list of lists of 1 to"),
         ("bad_words_token_ids", [5], "a list of lists of 1 to"),
     ],
 )
 def test_an_option_out_of_range_is_refused_with_field_and_range(field, value, allowed):
-    """SA-14, F06, SA-11: named before anything is queued. Bools are no numbers."""
+    """SA-14, F06, SA-11: named before anything is queued, whatever it is and however much. Bools are no numbers."""
     with pytest.raises(ValueError, match=rf"{field}.*{allowed}") as caught:
         SamplingParams(**{field: value})
     assert len(str(caught.value)) < 300
+
+
+def test_an_integer_that_python_will_not_write_is_refused_by_its_field():
+    """Python's own ValueError came out instead, about digits and sys.set_int_max_str_digits."""
+    for field, allowed in (("seed", r"an integer in \[0, 2\*\*63\)"), ("top_p", "a number in")):
+        with pytest.raises(ValueError, match=rf"{field} must be {allowed}.* of 16610 bits"):
+            SamplingParams(**{field: 10**5000})
+
+
+def test_none_is_no_list_of_ids_strings_or_words():
+    """Scripts written for vLLM say so."""
+    assert SamplingParams(stop_token_ids=None, stop=None, bad_words=None) == SamplingParams()
 
 
 def test_two_keys_of_one_token_id_are_refused():
