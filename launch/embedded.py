@@ -404,7 +404,8 @@ class EmbeddedEngine:
             for number, count in zip(*cached, strict=True):
                 self._requests[number].cached_tokens = count
             for number, first, rows in received.prompt_logprobs:
-                self._requests[number].rows.take_prompt(first, rows)
+                if number in self._requests:
+                    self._requests[number].rows.take_prompt(first, rows)
             now = time.monotonic()
             columns = (received.numbers, received.tokens, received.finish_codes)
             entries = zip(*(c.tolist() for c in columns), strict=True)

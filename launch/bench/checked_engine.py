@@ -9,7 +9,14 @@ import numpy as np
 
 from ...scheduler.agreement import StepPlan
 from ...scheduler.deliveries import Deliveries
-from ...scheduler.messages import SchedulerOutput, decode_frame, encode_step
+from ...scheduler.messages import (
+    Extras,
+    Mask,
+    SchedulerOutput,
+    decode_frame,
+    encode_mask,
+    encode_step,
+)
 from ...scheduler.scheduler import Scheduler
 from .fake_rank import FakeRank
 from .invariants import InFlight, check_pool, check_queues, check_tables, require
@@ -42,15 +49,19 @@ class CheckedEngine:
         self.scheduler = scheduler
         self.rank = rank
         self.num_steps = 0
+        self._num_frames = 0
         self._whole_every = whole_every
         self._num_checks = 0
-        self._results: deque[np.ndarray] = deque()
+        self._results: deque[tuple[np.ndarray, Extras | None]] = deque()
+        self._unmasked: Issued | None = None  # the latest step while it waits for its mask
         self._in_flight: deque[InFlight] = deque()
         self._num_idle = 0  # calls of `issue` in a row that found nothing although nothing ran and someone waited
 
     def issue(self, token_budget: int | None = None) -> Issued | None:
-        """Schedule a step and let the rank run it; None when there was none."""
+        """Schedule a step and let the rank run it; None when there was none, or the one before waits for its mask."""
         scheduler = self.scheduler
+        if self._unmasked is not None:
+            return None
         idle = not scheduler.num_running and not scheduler.num_in_flight and len(scheduler.waiting)
         step = scheduler.schedule(token_budget)
         if step is None:
@@ -64,17 +75,19 @@ class CheckedEngine:
             return None
         self._num_idle = 0
         self.num_steps += 1
-        frame = encode_step(step, epoch=_EPOCH, sequence=self.num_steps)
+        self._num_frames += 1
+        frame = encode_step(step, epoch=_EPOCH, sequence=self._num_frames)
         decoded = decode_frame(frame).body
         assert isinstance(decoded, SchedulerOutput)
-        plan, tokens = self.rank.execute(decoded)
-        ours, theirs = scheduler.digests.end(frame), self.rank.state.digests.end(frame)
-        require(
-            ours == theirs, "the digests of a step differ, here and at the worker", ours, theirs
-        )
-        self._results.append(tokens)
+        plan = self.rank.launch(decoded)
+        self._compare_digests(frame)
         self._in_flight.append((plan, scheduler.table.generation[plan.index_mapping]))
         issued = Issued(step=step, frame=frame, plan=plan)
+        if len(decoded.masked_rows):
+            self._unmasked = issued
+            self._try_mask()
+        else:
+            self._keep(plan, self.rank.sample(plan))
         budget = scheduler.config.max_num_batched_tokens if token_budget is None else token_budget
         require(
             issued.num_tokens <= budget, "tokens run, and the budget", issued.num_tokens, budget
@@ -88,9 +101,44 @@ class CheckedEngine:
     def settle(self) -> Deliveries:
         """Hand the oldest step's tokens to the scheduler."""
         self._in_flight.popleft()
-        deliveries = self.scheduler.settle(self._results.popleft())
+        deliveries = self.scheduler.settle(*self._results.popleft())
+        if self._unmasked is not None:
+            self._try_mask()
         self.check()
         return deliveries
+
+    def _try_mask(self) -> None:
+        """Let the rank sample the step that waits for its mask, if that can be made."""
+        waiting, made = self._unmasked, self.scheduler.make_mask()
+        assert waiting is not None, "no step waits for its mask"
+        require(
+            made is not None or self.scheduler.num_in_flight > 1,
+            "a mask waits for no step and does not come",
+        )
+        if made is None:
+            return
+        rows, bits = made
+        self._num_frames += 1
+        frame = encode_mask(
+            Mask(step_sequence=self._num_frames - 1, rows=rows, bits=bits),
+            epoch=_EPOCH,
+            sequence=self._num_frames,
+        )
+        mask = decode_frame(frame).body
+        assert isinstance(mask, Mask)
+        self._unmasked = None
+        self._keep(waiting.plan, self.rank.sample(waiting.plan, waiting.step, mask))
+        self._compare_digests(frame)
+
+    def _keep(self, plan: StepPlan, tokens: np.ndarray) -> None:
+        """Note what a step brings, while the rank's tables are still those of that step."""
+        self._results.append((tokens, self.rank.extras(plan, tokens)))
+
+    def _compare_digests(self, frame: bytes) -> None:
+        ours, theirs = self.scheduler.digests.end(frame), self.rank.state.digests.end(frame)
+        require(
+            ours == theirs, "the digests of a step differ, here and at the worker", ours, theirs
+        )
 
     def check(self) -> None:
         """Check everything now."""
@@ -98,4 +146,5 @@ class CheckedEngine:
         self._num_checks += 1
         check_queues(self.scheduler)
         check_pool(self.scheduler, self._in_flight)
-        check_tables(self.scheduler, self.rank.state, whole=whole)
+        if self._unmasked is None:  # else the rank has not counted its latest step
+            check_tables(self.scheduler, self.rank.state, whole=whole)

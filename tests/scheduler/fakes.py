@@ -13,16 +13,19 @@ from typing import Any
 
 import numpy as np
 from rowcast.launch.bench.checked_engine import CheckedEngine
+from rowcast.launch.bench.fake_logprobs import rows_at
 from rowcast.launch.bench.fake_rank import FakeRank
 from rowcast.scheduler.agreement import StepPlan
 from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.deliveries import Deliveries
+from rowcast.scheduler.extras import LogprobRows, PromptRows
 from rowcast.scheduler.front_messages import FinishCode, Submit, make_submit_key
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec
 from rowcast.scheduler.messages import Admissions, SchedulerOutput
 from rowcast.scheduler.policy import Policy
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
+from rowcast.tests.scheduler.fake_forms import FakeGrammars, allowed_ids, choose
 from rowcast.worker.request_states import RequestStates
 
 VOCAB_SIZE = 101
@@ -83,9 +86,15 @@ def alone(
     tokens[:length] = np.concatenate((submit.prompt_token_ids, submit.output_token_ids))
     while True:
         token = model(submit.seed, tokens[:length])
+        form, vocabulary = params.structured_outputs, (config.vocab_size, config.eos_token_ids)
+        if form is not None:
+            said = tokens[num_prompt:length].tolist()
+            token = choose(token, form.regex, said, *vocabulary, ignore_eos=params.ignore_eos)
         tokens[length] = token
         length += 1
         outputs = tokens[num_prompt:length].tolist()
+        if form is not None and not allowed_ids(form.regex, outputs, *vocabulary):
+            return outputs, FinishCode.STOP
         if token in config.eos_token_ids and not params.ignore_eos:
             return outputs, FinishCode.STOP
         if token in params.stop_token_ids:
@@ -138,7 +147,8 @@ class Bench:
 
     Requests are known by number; a request's seed is its number unless given. issued[number] counts the tokens that
     steps ran of it; outputs, ends and cached hold what was delivered. first_hits[number]: what its first admission
-    found in the cache, as the worker was told.
+    found in the cache, as the worker was told. scored[number]: up to which of its prompt's tokens it has rows of
+    log-probabilities; every row is checked as it is delivered.
     """
 
     def __init__(
@@ -160,11 +170,14 @@ class Bench:
             "depth": 1,
             "prefix_caching": False,
         }
+        settings = SchedulerConfig(**(defaults | config))
+        self.grammars = FakeGrammars(settings.vocab_size, settings.eos_token_ids)
         self.scheduler = Scheduler(
-            SchedulerConfig(**(defaults | config)),
+            settings,
             groups or (group(block_size),),
             usable + 1,
             policy,
+            grammars=self.grammars,  # type: ignore[arg-type]
         )
         self.worker = worker(self.scheduler, model)
         self.engine = CheckedEngine(self.scheduler, self.worker)
@@ -173,6 +186,7 @@ class Bench:
         self.ends: dict[int, FinishCode] = {}
         self.cached: dict[int, int] = {}
         self.first_hits: dict[int, int] = {}
+        self.scored: dict[int, int] = {}
         self.issued: dict[int, int] = {}
         self.num_tokens_run = 0
         self.last_step: SchedulerOutput | None = None
@@ -286,6 +300,7 @@ class Bench:
     def run(self, max_steps: int = 10_000) -> int:
         """Work at the configured depth until nothing is left; how many steps that took."""
         for done in range(max_steps):
+            self.grammars.finish()
             while self.scheduler.num_in_flight < self.scheduler.config.depth:
                 if self.issue() is None:
                     break
@@ -307,19 +322,51 @@ class Bench:
             assert number not in self.cached, f"request {number} is told twice what was cached"
             assert number not in self.outputs, f"request {number} has tokens already"
             self.cached[number] = cached
-        for number, token, code in zip(
+        for _, rows in deliveries.prompt_logprobs:
+            self._check_prompt_rows(rows)
+        entries = zip(
             deliveries.numbers.tolist(),
             deliveries.tokens.tolist(),
             deliveries.finish_codes.tolist(),
             strict=True,
-        ):
+        )
+        for place, (number, token, code) in enumerate(entries):
             assert number not in self.ends, f"request {number} got something after its end"
+            self._check_row(number, token, deliveries.logprobs.get(place))
             if token >= 0:
                 self.outputs.setdefault(number, []).append(token)
             if code:
                 self.ends[number] = FinishCode(code)
             delivered.append((number, token))
         return delivered
+
+    def _check_prompt_rows(self, given: PromptRows) -> None:
+        """Each prompt token's row comes once, in order, before the first output, and is that of its place."""
+        number, first, rows = given
+        submit = self.submits[number]
+        num_best = submit.params.prompt_logprobs
+        assert num_best is not None, f"request {number} did not ask for its prompt"
+        assert number not in self.ends, number
+        assert number not in self.outputs, number
+        assert first == self.scored.get(number, 1), f"request {number}: rows from {first} on"
+        end = self.scored[number] = first + len(rows)
+        targets = submit.prompt_token_ids[first:end]
+        assert rows == rows_at(np.arange(first, end), targets, num_best, VOCAB_SIZE), number
+
+    def _check_row(self, number: int, token: int, row: LogprobRows | None) -> None:
+        """A token comes with its row, if that was asked for, and the first one when its prompt is complete."""
+        submit = self.submits[number]
+        asked, num_prompt = submit.params, len(submit.prompt_token_ids)
+        if token < 0 or asked.logprobs is None:
+            assert row is None, f"request {number} got a row that it did not ask for"
+            if token < 0:
+                return
+        num_outputs = len(submit.output_token_ids) + len(self.outputs.get(number, ()))
+        if asked.logprobs is not None:
+            at = np.array([num_prompt + num_outputs])
+            assert row == rows_at(at, np.array([token]), asked.logprobs, VOCAB_SIZE), number
+        if asked.prompt_logprobs is not None and not num_outputs:
+            assert self.scored.get(number, 1) == num_prompt, f"request {number}: prompt rows lack"
 
     def check(self) -> None:
         self.engine.check()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from rowcast.scheduler.agreement import disagreement
 from rowcast.scheduler.config import SchedulerConfig
+from rowcast.scheduler.extras import LogprobRows
 from rowcast.scheduler.front_messages import Submit
 from rowcast.scheduler.messages import (
     SchedulerOutput,
@@ -65,7 +67,38 @@ def generate(
     num_blocks: int | None = None,
     **options,
 ) -> list[list[int]]:
-    """The tokens of each prompt, as many steps ahead as the runner's config says; every rank's digest is checked.
+    """The tokens of each prompt, as `score` makes them."""
+    scored = score(runner, prompts, params, seeds=seeds, num_blocks=num_blocks, **options)
+    return [one.tokens for one in scored]
+
+
+@dataclass(kw_only=True)
+class Scored:
+    """One request's outputs, and the rows that it asked for: one a token, and of its prompt from the second token on."""
+
+    tokens: list[int] = field(default_factory=list)
+    rows: list[LogprobRows] = field(default_factory=list)
+    prompt_rows: list[LogprobRows] = field(default_factory=list)
+
+    @property
+    def logprobs(self) -> LogprobRows | None:
+        return LogprobRows.join(self.rows)
+
+    @property
+    def prompt(self) -> LogprobRows | None:
+        return LogprobRows.join(self.prompt_rows)
+
+
+def score(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    seeds: Sequence[int] | None = None,
+    num_blocks: int | None = None,
+    **options,
+) -> list[Scored]:
+    """What each prompt gets, as many steps ahead as the runner's config says; every rank's digest is checked.
 
     num_blocks below the runner's own makes the scheduler preempt. options are SchedulerConfig's.
     """
@@ -98,7 +131,7 @@ def generate(
                 params=params[number],
             ),
         )
-    tokens: list[list[int]] = [[] for _ in prompts]
+    scored = [Scored() for _ in prompts]
     sequence = 0
     in_flight: deque[tuple[int, StepResult | PendingStep]] = deque()
     while True:
@@ -114,13 +147,16 @@ def generate(
         result = finish(outcome)
         assert len(result.digests) == 8 * config.world_size * bool((result.tokens >= 0).any())
         assert disagreement(digest, result.digests) is None
-        deliveries = scheduler.settle(result.tokens)
-        for number, token in zip(
-            deliveries.numbers.tolist(), deliveries.tokens.tolist(), strict=True
-        ):
+        deliveries = scheduler.settle(result.tokens, result.extras)
+        for _, (number, _, rows) in deliveries.prompt_logprobs:
+            scored[number].prompt_rows.append(rows)
+        entries = zip(deliveries.numbers.tolist(), deliveries.tokens.tolist(), strict=True)
+        for place, (number, token) in enumerate(entries):
             if token >= 0:
-                tokens[number].append(token)
-    return tokens
+                scored[number].tokens.append(token)
+            if place in deliveries.logprobs:
+                scored[number].rows.append(deliveries.logprobs[place])
+    return scored
 
 
 def make_llama(folder: Path, *, seed: int = 0, **sizes) -> Path:
