@@ -87,8 +87,12 @@ class EmbeddedLLM:
                     unfinished.popleft()
         finally:
             self._end(requests)
-        for request in requests:
-            _raise_if_refused(request)
+        for index, of_prompt in enumerate(answers):
+            for request in of_prompt:
+                try:
+                    _raise_if_refused(request)
+                except ValueError as error:
+                    raise ValueError(str(error) if one else f"prompts[{index}]: {error}") from None
         return [_output(one) for one in answers]
 
     def stream(
@@ -213,4 +217,4 @@ def _output(answers: Sequence[Request]) -> RequestOutput:
 
 def _raise_if_refused(request: Request) -> None:
     if request.error is not None:
-        raise RuntimeError(request.error)
+        raise request.error

@@ -193,6 +193,8 @@ def _change(picture: StepPicture) -> str:
         said.append("runs " + ", ".join(f"{count} tokens of row {row}" for row, count in runs))
     if len(step.paused_rows):
         said.append(f"pauses rows {step.paused_rows.tolist()}")
+    if len(step.masked_rows):
+        said.append(f"lets rows {step.masked_rows.tolist()} sample by a mask")
     grown = [len(ids) for ids in step.grown_block_ids]
     if sum(grown):
         said.append(f"brings {' + '.join(map(str, grown))} new blocks")

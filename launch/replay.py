@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from ..scheduler.agreement import StepPlan
 from ..scheduler.messages import (
+    Mask,
     ProtocolError,
     ResultKind,
     SchedulerOutput,
@@ -26,6 +27,7 @@ from ..scheduler.messages import (
 from ..scheduler.recording import Life, Record, Recording, RecordKind
 from ..scheduler.records import check_tokens
 from ..worker.state import WorkerState
+from ..worker.step_checks import check_mask
 
 OnStep = Callable[[WorkerState, int, SchedulerOutput, StepPlan], None]
 """Called for a step when its frame was applied and its tokens are still to come: (state, sequence, step, plan)."""
@@ -50,9 +52,13 @@ class LifeSummary:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
+    """A step, its frame, and its mask and that one's frame where it waited for one."""
+
     sequence: int
     step: SchedulerOutput
     message: bytes = field(repr=False)
+    mask: Mask | None = None
+    mask_message: bytes = field(default=b"", repr=False)
 
 
 class LifeReplay:
@@ -91,6 +97,17 @@ class LifeReplay:
         summary.last_sequence = record.sequence
         if isinstance(frame.body, SchedulerOutput):
             self._sent.append(_Sent(record.sequence, frame.body, record.payload))
+        elif isinstance(frame.body, Mask):
+            self._note_mask(frame.body, record)
+
+    def _note_mask(self, mask: Mask, record: Record) -> None:
+        """Keep a mask for its step, which is always the latest."""
+        latest = self._sent[-1] if self._sent else None
+        if latest is None or latest.sequence != mask.step_sequence or latest.mask is not None:
+            raise ReplayMismatch(
+                f"step {record.sequence}: a mask of step {mask.step_sequence}, which does not wait for one"
+            )
+        self._sent[-1] = replace(latest, mask=mask, mask_message=record.payload)
 
     def result(self, record: Record) -> None:
         """Apply the oldest step, check what the ranks said of it, and take its tokens."""
@@ -124,6 +141,18 @@ class LifeReplay:
         summary.num_digests += len(said)
         summary.num_tokens += int(plan.samples.sum())
 
+    def _take_mask(self, sent: _Sent, digest: int) -> int:
+        """Check a step's mask and fold it; a step that the file ends with may have none."""
+        if sent.mask is None:
+            if self.summary.last_sequence == sent.sequence:
+                return digest
+            raise ReplayMismatch(f"step {sent.sequence}: its mask is missing from the file")
+        try:
+            check_mask(sent.mask, sent.step.masked_rows, self.summary.life.vocab_size)
+        except ProtocolError as error:
+            raise ReplayMismatch(f"step {sent.sequence}: {error}") from None
+        return self.state.digests.end(sent.mask_message)
+
     def finish(self) -> LifeSummary:
         """End the life: the first of the steps that have no result is applied too, the others cannot be."""
         self.summary.num_unsettled = len(self._sent)
@@ -152,6 +181,8 @@ class LifeReplay:
         except ProtocolError as error:
             raise ReplayMismatch(f"step {sent.sequence}: {error}") from None
         digest = self.state.digests.end(sent.message)
+        if len(sent.step.masked_rows):
+            digest = self._take_mask(sent, digest)
         if sent.step.admissions is not None:
             self.summary.num_requests += len(sent.step.admissions.rows)
         if self._on_step is not None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 64  # compiled forms
 _MAX_THREADS = 8
+# A small model that may go on with white space does, to its token limit: indentation needs no more than this.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _MAX_REASON = 500  # characters of what a compiler says
 
 
@@ -78,8 +80,8 @@ class Grammars:
     ) -> None:
         self.vocab_size = vocab_size
         self.num_words = -(-vocab_size // 32)
-        self.all_ones = _bits(range(vocab_size), self.num_words)
-        self.eos_bits = _bits(eos_token_ids, self.num_words)
+        self.all_ones = bits_of(range(vocab_size), self.num_words)
+        self.eos_bits = bits_of(eos_token_ids, self.num_words)
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = list(eos_token_ids)
         self._wake = wake
@@ -216,8 +218,12 @@ def _grammar_text(form: StructuredOutputsParams) -> str:
 
     if form.json is not None or form.json_object:
         schema: Any = form.json if form.json is not None else '{"type": "object"}'
+        if form.disable_any_whitespace:
+            return LLMatcher.grammar_from_json_schema(
+                schema, overrides={"whitespace_flexible": False}
+            )
         return LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_flexible": not form.disable_any_whitespace}
+            schema, overrides={"whitespace_pattern": _WHITESPACE}
         )
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
@@ -227,7 +233,7 @@ def _grammar_text(form: StructuredOutputsParams) -> str:
     return grammar_from("grammar", form.grammar)
 
 
-def _bits(ids: Iterable[int], num_words: int) -> np.ndarray:
+def bits_of(ids: Iterable[int], num_words: int) -> np.ndarray:
     """A mask of these ids: [num_words] int32."""
     bits = np.zeros(32 * num_words, np.uint8)
     bits[list(ids)] = 1

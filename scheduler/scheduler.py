@@ -30,7 +30,7 @@ from .deliveries import NO_COLUMNS, NO_INT32, Columns, Deliveries, Entry, Outbox
 from .door import Door, QueueFull
 from .extras import Extras
 from .front_messages import FinishCode, Submit
-from .grammars import Grammars, Matcher
+from .grammars import Grammars
 from .kv_groups import KVGroupSpec
 from .kv_memory import KVMemory
 from .masks import MaskedStep, Masks
@@ -192,7 +192,7 @@ class Scheduler:
     def _queue_compiled(self) -> None:
         """Queue the requests whose form is compiled now; one whose form cannot be ends alone."""
         for request, outcome in self._masks.take_compiled():
-            if not isinstance(outcome, Matcher):
+            if isinstance(outcome, str):
                 self._fail(request, outcome)
             elif outcome.finished:  # resubmitted with everything it was to get
                 self._end_without_token(request, FinishCode.STOP)
@@ -330,6 +330,8 @@ class Scheduler:
         table, most = self.table, self.blocks.most_growth(self.table.num_live, share.run_counts)
         if most <= self.pool.num_free and not len(self.waiting):
             return 0
+        if not len(share.prompts) and not len(share.paused_rows):  # then everyone computes all
+            return self.blocks.num_missing(table.num_tokens)
         scheduled = scheduled_tokens(table, share.run_rows, share.run_counts, share.paused_rows)
         return self.blocks.num_missing(table.num_computed_tokens + scheduled)
 
@@ -340,7 +342,7 @@ class Scheduler:
         """
         self._seats.publisher.flush()  # so that a newcomer finds all there is
         left, admitted, hits, long_rows, long_counts = share.left, [], [], [], []
-        promised = self.memory.promised(self.table, share.run_rows, share.run_counts)
+        promised = self.memory.promised(self.table, share)
         num_free = self.pool.num_free - num_new_blocks - promised
         while left and self._seats.any_free:
             request = self.waiting.head()

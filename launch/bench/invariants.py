@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...scheduler.agreement import StepPlan
-from ...scheduler.kv_groups import blocks_needed
+from ...scheduler.kv_groups import AttentionKind, blocks_needed
 from ...scheduler.request import RequestStatus
 from ...scheduler.scheduler import Scheduler
 from ...worker.state import WorkerState
@@ -47,76 +47,74 @@ def check_pool(scheduler: Scheduler, in_flight: Iterable[InFlight]) -> None:
     )
     is_free = np.zeros(pool.usable + 1, bool)
     is_free[free] = True
-    require(int(is_free.sum()) == len(free), "a block is free twice")
+    require(np.count_nonzero(is_free) == len(free), "a block is free twice")
     require(not is_free[0], "the null block is free")
     rows = np.flatnonzero(table.live)
     settled = settled_computed(scheduler, in_flight)[rows]
     computed = table.num_computed_tokens[rows]
-    held = np.zeros(pool.usable + 1, np.int64)
+    held_ids = [scheduler.memory.held_ids()]  # by requests without a row
+    require(
+        np.count_nonzero(held_ids[0]) == len(held_ids[0]),
+        "a request without a row holds the null block",
+    )
     for group, spec in enumerate(scheduler.groups):
         counts = blocks.num_blocks[group][rows]
         needed = blocks_needed(computed, spec.block_size)
         require(
-            (counts == needed).all(),
+            np.array_equal(counts, needed),
             "a row's table has another width than its tokens need",
             counts,
             needed,
         )
         ids = blocks.block_ids[group][rows, : counts.max(initial=0) + 1]
         columns = np.arange(ids.shape[1])
+        wanted = columns < counts[:, None]
         first = first_seen(spec, settled) // spec.block_size
-        wanted = (columns >= first[:, None]) & (columns < counts[:, None])
-        wrong = (ids != 0) != wanted
-        if wrong.any():
-            i, column = np.argwhere(wrong)[0]
+        if spec.kind is not AttentionKind.FULL:
+            wanted &= columns >= first[:, None]
+        is_held = ids != 0
+        if not np.array_equal(is_held, wanted):
+            i, column = np.argwhere(is_held != wanted)[0]
             raise Violation(
                 f"row {rows[i]}, KV group {group}: cell {column} is {ids[i, column]}, its window starts at block "
                 f"{first[i]} of {counts[i]} ({settled[i]} tokens settled)"
             )
-        held += np.bincount(ids.ravel(), minlength=len(held))
-    held[0] = 0
-    held += np.bincount(
-        scheduler.memory.held_ids(), minlength=len(held)
-    )  # by requests without a row
-    require(held[0] == 0, "a request without a row holds the null block")
-    wrong_refs = np.flatnonzero(held != pool.ref_counts)
-    require(
-        not len(wrong_refs), "reference counts differ from what is held",
-        *((int(i), int(held[i]), int(pool.ref_counts[i])) for i in wrong_refs[:4]),
-    )  # fmt: skip
-    require((is_free[1:] == (held[1:] == 0)).all(), "a block is free and held, or neither")
+        held_ids.append(ids[wanted])
+    held = np.bincount(np.concatenate(held_ids), minlength=pool.usable + 1)
+    if not np.array_equal(held, pool.ref_counts):
+        wrong = np.flatnonzero(held != pool.ref_counts)[:4].tolist()
+        found = [(i, int(held[i]), int(pool.ref_counts[i])) for i in wrong]
+        raise Violation(f"reference counts differ from what is held: {found}")
+    require(np.array_equal(is_free[1:], held[1:] == 0), "a block is free and held, or neither")
 
 
 def check_queues(scheduler: Scheduler) -> None:
     """Every live request is in exactly one place, and nobody waits for a step that is not there."""
     waiting = list(scheduler.waiting)
     running = [request for request in scheduler.table.requests if request is not None]
-    for request in waiting:
-        require(
-            request.status is RequestStatus.WAITING and request.row == -1,
-            "a waiting request", request.request_id, request.status, request.row,
-        )  # fmt: skip
-        require(
-            request.num_in_flight >= 0,
-            "a counter of steps in flight is negative",
-            request.request_id,
+    wrong = [
+        request
+        for request in waiting
+        if request.status is not RequestStatus.WAITING
+        or request.row != -1
+        or request.num_in_flight < 0
+    ]
+    for request in wrong:
+        raise Violation(
+            f"waiting request {request.request_id}: {request.status}, row {request.row}, "
+            f"{request.num_in_flight} steps in flight"
         )
-    for request in running:
-        require(
-            request.status is RequestStatus.RUNNING,
-            "a row's request",
-            request.request_id,
-            request.status,
-        )
-    num_live = int(scheduler.table.live.sum())
+    wrong = [request for request in running if request.status is not RequestStatus.RUNNING]
+    require(not wrong, "requests with a row", *((r.request_id, r.status) for r in wrong))
+    num_live = np.count_nonzero(scheduler.table.live)
     require(
         len(running) == scheduler.num_running == num_live, "rows", len(running), scheduler.num_running, num_live
     )  # fmt: skip
     require(
-        len({id(request) for request in waiting + running}) == len(waiting) + len(running),
+        len({*map(id, waiting), *map(id, running)}) == len(waiting) + len(running),
         "a request is in two places",
     )
-    num_ending = scheduler.num_unfinished - len(waiting) - len(running)
+    num_ending = scheduler.num_unfinished - len(waiting) - len(running) - scheduler.num_compiling
     require(num_ending >= 0, "more requests are queued than live", num_ending)
     require(
         num_ending == 0 or scheduler.num_in_flight > 0, "requests wait for a step that is not there", num_ending
@@ -130,40 +128,40 @@ def check_tables(scheduler: Scheduler, state: WorkerState, *, whole: bool = True
     token of each row is compared: tokens are only ever appended.
     """
     table, states = scheduler.table, state.requests
-    rows = np.array(
-        [
-            row
-            for row in np.flatnonzero(table.live & states.live).tolist()
-            if table.occupant(row).request_id == states.request_ids[row]
-        ],
-        np.int64,
-    )
-    for name in ("num_tokens", "num_computed_tokens"):
-        ours, theirs = getattr(table, name)[rows], getattr(states, name)[rows]
-        require((ours == theirs).all(), f"{name} here and at the worker", ours, theirs)
-    requests = [table.occupant(row) for row in rows.tolist()]
-    for name, values in (
+    present = [
+        (row, request)
+        for row in np.flatnonzero(table.live & states.live).tolist()
+        if (request := table.occupant(row)).request_id == states.request_ids[row]
+    ]
+    rows = np.array([row for row, _ in present], np.int64)
+    requests = [request for _, request in present]
+    for name, ours in (
+        ("num_tokens", table.num_tokens[rows]),
+        ("num_computed_tokens", table.num_computed_tokens[rows]),
         ("num_prompt_tokens", [request.num_prompt_tokens for request in requests]),
         ("seeds", [request.seed for request in requests]),
     ):
         theirs = getattr(states, name)[rows]
-        require(
-            (np.array(values) == theirs).all(), f"{name} here and at the worker", values, theirs
-        )
+        require(np.array_equal(ours, theirs), f"{name} here and at the worker", ours, theirs)
     _check_token_ids(scheduler, state, rows, whole)
-    for group, theirs in enumerate(state.block_tables.table):
-        ours = scheduler.blocks.block_ids[group][rows]
-        differ = (ours != 0) & (ours != theirs[rows])
-        require(
-            not differ.any(),
-            f"block table {group} here and at the worker, (row of {rows.tolist()}, column)",
-            np.argwhere(differ)[:4].tolist(),
-        )
+    for group, (theirs, widths) in enumerate(
+        zip(state.block_tables.table, state.block_tables.num_blocks, strict=True)
+    ):
         counts = scheduler.blocks.num_blocks[group][rows]
         require(
-            (counts == state.block_tables.num_blocks[group][rows]).all(),
+            np.array_equal(counts, widths[rows]),
             f"blocks held of KV group {group} here and at the worker",
         )
+        # Beyond its blocks a row has zeros here (`check_pool`) and, at the worker, anything.
+        width = counts.max(initial=0)
+        ours = scheduler.blocks.block_ids[group][rows, :width]
+        differ = ours != theirs[rows, :width]
+        differ &= ours != 0
+        if differ.any():
+            raise Violation(
+                f"block table {group} here and at the worker, (row of {rows.tolist()}, column): "
+                f"{np.argwhere(differ)[:4].tolist()}"
+            )
 
 
 def _check_token_ids(

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rowcast.scheduler.front_messages import FinishCode
+from rowcast.tests.scheduler.fake_forms import form
 from rowcast.tests.scheduler.fakes import Bench, group, hash_model
 
 EOS = 3
@@ -42,6 +43,7 @@ class Engine:
     cap: int = 0
     caching: bool = False
     policy: str = "fcfs"
+    slow_forms: bool = False  # one form is compiled a round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class Add:
     salt: str | None = None
     priority: int = 0
     user: str = ""
+    form: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Game:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(EOS,),
         )
+        self.bench.grammars.at_once = not engine.slow_forms
         self.aborted: set[int] = set()
         self.salts: dict[int, str | None] = {}
         self.keys: dict[int, int] = {}  # of requests that came again, and of those that they were
@@ -159,6 +163,7 @@ class Game:
 
     def _round(self) -> None:
         bench = self.bench
+        bench.grammars.finish(1)
         while bench.scheduler.num_in_flight < self.engine.depth and bench.issue() is not None:
             pass
         if bench.scheduler.num_in_flight:
@@ -181,6 +186,7 @@ class Game:
                 max_tokens=move.max_tokens,
                 stop_token_ids=() if move.stop is None else (move.stop,),
                 ignore_eos=move.ignore_eos,
+                structured_outputs=None if move.form is None else form(*move.form),
                 submit={"priority": priority, "user": move.user, "cache_salt": move.salt},
             )
 
@@ -199,6 +205,7 @@ class Game:
             max_tokens=before.params.max_tokens,
             stop_token_ids=before.params.stop_token_ids,
             ignore_eos=before.params.ignore_eos,
+            structured_outputs=before.params.structured_outputs,
             submit={
                 "priority": before.priority,
                 "user": before.user,
@@ -293,6 +300,7 @@ engines = st.builds(
     cap=st.sampled_from([0, 0, 1, 3, 8]),
     caching=st.sampled_from([True, True, True, False]),
     policy=st.sampled_from(["fcfs", "priority", "fair"]),
+    slow_forms=st.booleans(),
 )
 adds = st.builds(
     Add,
@@ -305,6 +313,7 @@ adds = st.builds(
     salt=st.sampled_from([None, None, None, "", "a"]),
     priority=st.integers(-2, 2),
     user=st.sampled_from(["", "u", "v"]),
+    form=st.none() | st.none() | st.tuples(st.integers(1, 3), st.integers(1, 12)),
 )
 MOVES = {  # one_of would drop the repeats that weigh a choice
     "add": (5, adds),
