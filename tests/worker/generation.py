@@ -74,7 +74,7 @@ def generate(
 
 @dataclass(kw_only=True)
 class Scored:
-    """One request's outputs, and the rows that it asked for: one a token, and of its prompt from the second token on."""
+    """One request's outputs, and the rows that it asked for: one a token; of its prompt from the second one on."""
 
     tokens: list[int] = field(default_factory=list)
     rows: list[LogprobRows] = field(default_factory=list)
