@@ -3,16 +3,25 @@
 Renders with jinja2 as transformers does (a sandbox, trimmed blocks, `raise_exception`, `strftime_now`, `tojson`, loop
 controls, `{% generation %}` blocks), so that a model sees the very prompt that it was trained on. Templates are other
 people's code: they run in jinja2's immutable sandbox and see plain data only.
+
+Two things are done to messages first. A null field is left out, as in transformers: clients mean "not given", where
+templates would print the word None. Content in parts becomes one text for a template that reads none of them: it would
+print the list itself, or nothing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+_READS_PARTS = re.compile(
+    r"""\.text\b|\[["']text["']\]|attribute=["']text["']|\.get\(["']text["']"""
+)
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -50,6 +59,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise ValueError(f"the model's chat template does not compile: {error}") from error
+        self._reads_parts = _READS_PARTS.search(source) is not None
 
     def render(
         self,
@@ -65,9 +75,11 @@ class ChatTemplate:
         values = {"tools": None, "documents": None, **variables}
         try:
             return self._template.render(
-                messages=_checked(messages),
-                add_generation_prompt=add_generation_prompt,
-                **{name: _plain(value, name) for name, value in values.items()},
+                {name: _plain(value, name) for name, value in values.items()}
+                | {
+                    "messages": _checked(messages, as_text=not self._reads_parts),
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (
             Exception
@@ -75,7 +87,7 @@ class ChatTemplate:
             raise ValueError(f"the model's chat template refused the messages: {error}") from error
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _checked(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(
             f"messages must be a list of {{'role': ..., 'content': ...}}, got {type(messages).__name__}"
@@ -88,14 +100,33 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise ValueError(
                 f"messages[{index}] must be a dict with a 'role' string, got {message!r:.80}"
             )
-        # A null field means "not given" in clients; templates would print the word None.
         plain = {
             key: _plain(value, f"messages[{index}][{key!r}]")
             for key, value in message.items()
             if value is not None
         }
+        if as_text and _is_in_parts(plain.get("content")):
+            plain["content"] = _text_of(plain["content"], f"messages[{index}]")
         checked.append(_with_reasoning(plain))
     return checked
+
+
+def _is_in_parts(content: Any) -> bool:
+    return (
+        isinstance(content, list)
+        and len(content) > 0
+        and all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
+    )
+
+
+def _text_of(parts: list[dict[str, Any]], where: str) -> str:
+    """In lines, as vLLM has it."""
+    for part in parts:
+        if part["type"] not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"{where} has a part of type {part['type']!r:.40}; this model takes text alone"
+            )
+    return "\n".join(part["text"] for part in parts)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

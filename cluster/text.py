@@ -119,6 +119,7 @@ class TextProcessor:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        /,
         **variables: Any,
     ) -> str:
         """The prompt's text for a conversation: `[{"role": "user", "content": "..."}]`.
@@ -139,6 +140,7 @@ class TextProcessor:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        /,
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation. The template writes the BOS itself, so none is added."""
