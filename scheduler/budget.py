@@ -17,13 +17,15 @@ NO_ROWS = np.empty(0, np.int32)
 class Share:
     """Who runs what, as exceptions to the default that a row with one uncomputed token runs it.
 
-    Shapes: run_rows and run_counts [n] int32, paused_rows [m] int32. left: tokens for newcomers. next_turn: the row
-    that comes first when the budget next serves rows in turn; None if it did not.
+    Shapes: run_rows and run_counts [n] int32, paused_rows [m] int32; prompts [k] rows with more than one uncomputed
+    token, whether they run or not. left: tokens for newcomers. next_turn: the row that comes first when the budget next
+    serves rows in turn; None if it did not.
     """
 
     run_rows: np.ndarray = field(default_factory=lambda: NO_ROWS)
     run_counts: np.ndarray = field(default_factory=lambda: NO_ROWS)
     paused_rows: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    prompts: np.ndarray = field(default_factory=lambda: NO_ROWS)
     left: int = 0
     next_turn: int | None = None
 
@@ -48,7 +50,7 @@ def share_budget(
     if previous is not None and previous.batch.is_steady and previous.num_reqs == table.num_live:
         return Share(left=budget - table.num_live)
     uncomputed = table.num_tokens - table.num_computed_tokens
-    prompts = np.flatnonzero(uncomputed > 1)
+    prompts = (uncomputed > 1).nonzero()[0]
     left = budget - (table.num_live - len(prompts))
     if not len(prompts):
         return Share(left=left)
@@ -60,7 +62,10 @@ def share_budget(
         counts.append(min(left, cap, int(uncomputed[row])))
         left -= counts[-1]
     return Share(
-        run_rows=np.array(rows, np.int32), run_counts=np.array(counts, np.int32), left=left
+        run_rows=np.array(rows, np.int32),
+        run_counts=np.array(counts, np.int32),
+        prompts=prompts,
+        left=left,
     )
 
 
@@ -76,5 +81,6 @@ def _share_in_turn(table: RequestTable, budget: int, turn: int) -> Share:
         run_rows=run_rows,
         run_counts=np.ones(len(run_rows), np.int32),
         paused_rows=rows[~is_prompt & ~runs],
+        prompts=rows[is_prompt],
         next_turn=int(rows[places[-1]]) + 1,
     )

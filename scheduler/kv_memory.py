@@ -11,11 +11,12 @@ all the same, so this is no reservation; preemption stands behind it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .block_pool import BlockPool
+from .budget import Share
 from .config import SchedulerConfig
 from .kv_groups import AttentionKind, KVGroupSpec, blocks_needed, most_blocks
 from .prefix_cache import Hit, PrefixCache
@@ -23,8 +24,7 @@ from .request import Request, RequestTable
 from .row_blocks import Growth, RowBlocks, deepest_first
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What a request would find if it were admitted now, and how many free blocks it would take to its prompt's end."""
 
     hit: Hit
@@ -94,16 +94,13 @@ class KVMemory:
                 total += min(own + int(idle), most)
         return total
 
-    def promised(self, table: RequestTable, run_rows: np.ndarray, run_counts: np.ndarray) -> int:
-        """Count the blocks that running, partly computed prompts still need once this step's are taken.
-
-        Shapes: run_rows, run_counts [n] int32: the prompts that run in this step, and their tokens.
-        """
-        rows = np.flatnonzero(table.num_tokens - table.num_computed_tokens > 1)
+    def promised(self, table: RequestTable, share: Share) -> int:
+        """Count the blocks that running, partly computed prompts still need once this step's are taken."""
+        rows = share.prompts
         if not len(rows):
             return 0
         computed = table.num_computed_tokens.copy()
-        computed[run_rows] += run_counts
+        computed[share.run_rows] += share.run_counts
         lengths, computed, total = table.num_tokens[rows], computed[rows], 0
         for same in self.blocks.sizes:
             held = np.maximum(same.num_blocks[rows], blocks_needed(computed, same.block_size))
@@ -161,7 +158,7 @@ class KVMemory:
         for row, request in zip(rows, requests, strict=True):
             request.held_blocks = self.blocks.row_tables(row)
             self._holders[request.generation] = request
-        self.blocks.clear(rows)
+        self.blocks.clear(np.array(rows))
 
     def let_go(self, requests: Sequence[Request]) -> None:
         """Free what requests hold without a row, as far as they do."""

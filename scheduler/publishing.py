@@ -7,6 +7,8 @@ only the last hash is kept: a preempted request makes those again when it asks f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .agreement import StepPlan
@@ -58,10 +60,12 @@ class Publisher:
                 self.flush()
             return
         self.flush()
-        counts = ends // base - plan.num_computed_tokens // base
-        filled = np.flatnonzero(counts if held is None else counts * held)
+        first, last = plan.num_computed_tokens // base, ends // base
+        fills = last > first if held is None else (last > first) & held
+        filled = fills.nonzero()[0]
         if len(filled):
-            self._publish(batch.rows[filled], ends[filled] // base, counts[filled])
+            lasts = last[filled]
+            self._publish(batch.rows[filled], lasts, lasts - first[filled])
 
     def flush(self) -> None:
         """Name every block that has settled full."""
@@ -73,18 +77,19 @@ class Publisher:
 
     def _publish(self, rows: np.ndarray, lasts: np.ndarray, counts: np.ndarray) -> None:
         """Name the last counts of the blocks that end with link `lasts` of their rows. Shapes: all [n]."""
-        base = self._cache.base
         runs = (counts != 1) | (self._num_hashes[rows] != lasts - 1)
-        if not runs.any():
+        of_runs = runs.nonzero()[0]
+        if not len(of_runs):
             hashes = self._hash_next(rows, lasts)
         else:
-            hashes, run_lasts = self._hash_runs(rows[runs], lasts[runs], counts[runs])
-            run_rows, rows, lasts = rows[runs], rows[~runs], lasts[~runs]
+            one_more = (~runs).nonzero()[0]
+            columns = (rows[of_runs], lasts[of_runs], counts[of_runs])
+            hashes, run_rows, run_lasts = self._hash_runs(*(column.tolist() for column in columns))
+            rows, lasts = rows[one_more], lasts[one_more]
             if len(rows):
                 hashes += self._hash_next(rows, lasts)
-            rows = np.concatenate((np.repeat(run_rows, counts[runs]), rows))
-            lasts = np.concatenate((run_lasts, lasts))
-        self._cache.publish(hashes, self._blocks.cells(rows, lasts * base))
+            rows, lasts = np.concatenate((run_rows, rows)), np.concatenate((run_lasts, lasts))
+        self._cache.publish(hashes, self._blocks.cells(rows, lasts * self._cache.base))
 
     def _hash_next(self, rows: np.ndarray, lasts: np.ndarray) -> list[bytes]:
         """Decodes that fill a block: one hash more for each, made together."""
@@ -97,11 +102,14 @@ class Publisher:
         return hashes
 
     def _hash_runs(
-        self, rows: np.ndarray, lasts: np.ndarray, counts: np.ndarray
-    ) -> tuple[list[bytes], np.ndarray]:
-        """Chunks of prompts: any number of blocks each, whose hashes mostly are there. With where each block ends."""
-        base, hashes = self._cache.base, []
-        for row, last, count in zip(rows.tolist(), lasts.tolist(), counts.tolist(), strict=True):
+        self, rows: Sequence[int], lasts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[list[bytes], np.ndarray, np.ndarray]:
+        """Chunks of prompts: any number of blocks each, whose hashes mostly are there.
+
+        Returns: for each block its hash, its row, and how many links end with it.
+        """
+        base, hashes, row_of_block, links = self._cache.base, [], [], []
+        for row, last, count in zip(rows, lasts, counts, strict=True):
             request = self._table.occupant(row)
             chain = request.hashes
             if len(chain) < last:
@@ -110,8 +118,9 @@ class Publisher:
                 self._tips[row] = chain[-1]
                 self._num_hashes[row] = last
             hashes += chain[last - count : last]
-        starts = np.cumsum(counts) - counts
-        return hashes, np.arange(1, len(hashes) + 1) + np.repeat(lasts - counts - starts, counts)
+            row_of_block += [row] * count
+            links += range(last - count + 1, last + 1)
+        return hashes, np.array(row_of_block), np.array(links)
 
     def publish_held(self, request: Request, start: int, end: int) -> None:
         """The same for one request that holds its blocks without a row."""

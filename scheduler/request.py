@@ -165,9 +165,10 @@ class RequestTable:
             self.asking.pop(row, None)
             self.occupant(row).row = -1
             self.requests[row] = None
-        self.columns.clear(rows)
-        self.num_settled_tokens[rows] = 0
-        self.generation[rows] = 0
-        self.end_len[rows] = NO_END
+        at = np.array(rows)
+        self.columns.clear(at)
+        self.num_settled_tokens[at] = 0
+        self.generation[at] = 0
+        self.end_len[at] = NO_END
         self.num_live -= len(rows)
         self.version += 1

@@ -233,17 +233,18 @@ class RowBlocks:
 
     def release(self, rows: Sequence[int]) -> np.ndarray:
         """Empty rows and name what they held, row by row, the block that ends deepest first whichever its group."""
+        at = np.array(rows)
         if len(self.sizes) == 1:
             same = self.sizes[0]
-            held = same.block_ids[:, rows, : int(same.num_blocks[rows].max())]
+            held = same.block_ids[:, at, : int(same.num_blocks[at].max())]
             ids = held[:, :, ::-1].transpose(1, 2, 0).ravel()
             ids = ids[ids > 0]
         else:
             ids = np.concatenate([deepest_first(self.row_tables(row), self.groups) for row in rows])
-        self.clear(rows)
+        self.clear(at)
         return ids
 
-    def clear(self, rows: Sequence[int]) -> None:
+    def clear(self, rows: np.ndarray) -> None:
         """Empty rows."""
         for same in self.sizes:
             same.block_ids[:, rows, : int(same.num_blocks[rows].max())] = 0
@@ -262,8 +263,8 @@ def _cells_of_runs(
     total = int(counts.sum())
     if total == len(rows):  # one each: decodes
         return rows, first
-    starts = np.cumsum(counts) - counts
-    return np.repeat(rows, counts), np.arange(total) - np.repeat(starts - first, counts)
+    starts = counts.cumsum() - counts
+    return rows.repeat(counts), np.arange(total) - (starts - first).repeat(counts)
 
 
 def deepest_first(tables: Sequence[np.ndarray], groups: Sequence[KVGroupSpec]) -> np.ndarray:

@@ -50,7 +50,7 @@ class RowColumns:
         self.admitted, self.features = self._narrow[:10], self._narrow[10]
         self.live = memory[52 * size : 53 * size].view(bool)
 
-    def clear(self, rows: np.ndarray | list[int]) -> None:
+    def clear(self, rows: np.ndarray) -> None:
         """Empty rows."""
         self.live[rows] = False
         self.seeds[rows] = 0

@@ -22,10 +22,10 @@ def ragged_cells(
     Shapes: rows and counts [n]; first [n] or one number, the run's first column. Returns two arrays [sum(counts)].
     Example: rows [7, 6], counts [2, 1], first [0, 3] -> rows [7, 7, 6], columns [0, 1, 3].
     """
-    ends = np.cumsum(counts)
+    ends = counts.cumsum()
     total = int(ends[-1]) if len(ends) else 0
-    columns = np.arange(total) - np.repeat(ends - counts - first, counts)
-    return np.repeat(rows, counts), columns
+    columns = np.arange(total) - (ends - counts - first).repeat(counts)
+    return rows.repeat(counts), columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,8 @@ class BlockTables:
         same = self.sizes[size]
         self._check_width(size, rows, counts, counts)
         same.table[:, rows] = 0
-        same.table[:, *ragged_cells(rows, counts)] = block_ids
+        if block_ids.size:  # hardly anyone comes with blocks
+            same.table[:, *ragged_cells(rows, counts)] = block_ids
         same.num_blocks[rows] = counts
 
     def append(

@@ -12,6 +12,8 @@ import numpy as np
 from ..scheduler.agreement import RowColumns
 from ..scheduler.messages import Admissions, Features
 
+_NO_PENALTIES = np.array([[0], [0], [1]], np.float32)  # presence, frequency, repetition
+
 
 class RequestStates:
     """Struct of arrays; index is the row.
@@ -49,46 +51,50 @@ class RequestStates:
 
     def add(self, admissions: Admissions) -> None:
         """Fill one row per admission, every column of it and the whole width of its token ids."""
-        rows = admissions.rows
+        rows = admissions.rows.astype(np.intp)
         self.live[rows] = True
         self.columns.admitted[:, rows] = admissions.numbers
         self.seeds[rows] = admissions.seeds
-        self._add_features(admissions)
+        self.feature_checksums[rows] = 0
         start = 0
-        for row, request_id, length in zip(
-            rows.tolist(), admissions.request_ids, admissions.num_tokens.tolist(), strict=True
+        for row, request_id, features, length in zip(
+            rows.tolist(),
+            admissions.request_ids,
+            admissions.features,
+            admissions.num_tokens.tolist(),
+            strict=True,
         ):
             self.token_ids[row, :length] = admissions.token_ids[start : start + length]
             self.token_ids[row, length:] = 0
             self.request_ids[row] = request_id
             start += length
-
-    def _add_features(self, admissions: Admissions) -> None:
-        rows = admissions.rows
-        features_of_row = zip(rows.tolist(), admissions.features, strict=True)
-        self.feature_checksums[rows] = 0
-        for row, features in features_of_row:
-            self.features.pop(row, None)
-            self.asking.pop(row, None)
+            self._forget(row)
             if features is not None:
-                if features.adjusts:
-                    self.features[row] = features
-                if features.asks:
-                    self.asking[row] = features
-                self.feature_checksums[row] = features.checksum
-        presence, frequency, repetition = admissions.reals[3:]
-        self.penalized.difference_update(rows.tolist())
-        has_penalty = (presence != 0) | (frequency != 0) | (repetition != 1)
-        self.penalized.update(rows[has_penalty].tolist())
+                self._add_features(row, features)
+        penalties = admissions.reals[3:]
+        if not (penalties == _NO_PENALTIES).all():
+            has_penalty = (penalties != _NO_PENALTIES).any(axis=0)
+            self.penalized.update(rows[has_penalty].tolist())
+
+    def _add_features(self, row: int, features: Features) -> None:
+        if features.adjusts:
+            self.features[row] = features
+        if features.asks:
+            self.asking[row] = features
+        self.feature_checksums[row] = features.checksum
+
+    def _forget(self, row: int) -> None:
+        """Drop what few rows ask for."""
+        self.features.pop(row, None)
+        self.asking.pop(row, None)
+        self.penalized.discard(row)
 
     def remove(self, rows: np.ndarray) -> None:
         """Clear rows [n]: every column goes back to what a free row holds."""
         for row in rows.tolist():
             self.token_ids[row, : self.num_tokens[row]] = 0
             self.request_ids[row] = None
-            self.features.pop(row, None)
-            self.asking.pop(row, None)
-            self.penalized.discard(row)
+            self._forget(row)
         self.columns.clear(rows)
 
     def describe(self, row: int) -> str:

@@ -215,11 +215,12 @@ class WorkerState:
                 num_blocks=self.num_blocks,
                 vocab_size=self.vocab_size,
             )
-            forecast.live[admissions.rows] = True
-            forecast.num_tokens[admissions.rows] = admissions.num_tokens
-            forecast.num_computed_tokens[admissions.rows] = admissions.num_cached_tokens
+            rows = admissions.rows.astype(np.intp)
+            forecast.live[rows] = True
+            forecast.num_tokens[rows] = admissions.num_tokens
+            forecast.num_computed_tokens[rows] = admissions.num_cached_tokens
             for counts, same in zip(forecast.num_blocks, self.block_tables.sizes, strict=True):
-                counts[admissions.rows] = admissions.num_blocks[same.groups[0]]
+                counts[rows] = admissions.num_blocks[same.groups[0]]
         return forecast
 
     def _check_room(self, plan: StepPlan, lengths: Lengths) -> None:
@@ -238,6 +239,7 @@ class WorkerState:
         self._moved_at[rows] = self._num_moves
 
     def _free(self, rows: np.ndarray) -> None:
+        rows = rows.astype(np.intp)  # NumPy's own index type, which it need not convert again
         self._note_move(rows)
         self.requests.remove(rows)
         self.block_tables.remove(rows)
@@ -247,7 +249,7 @@ class WorkerState:
                 self.changes.add(table_changes.num_blocks(size), rows)
 
     def _admit(self, admissions: Admissions) -> None:
-        rows = admissions.rows
+        rows = admissions.rows.astype(np.intp)
         self._note_move(rows)
         self.requests.add(admissions)
         for size, same in enumerate(self.block_tables.sizes):

@@ -7,6 +7,7 @@ exist, admit into a taken row or bring the wrong number of blocks; all of that i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -45,31 +46,34 @@ def check_freed_rows(rows: np.ndarray, live: np.ndarray) -> None:
 
 def check_exceptions(step: SchedulerOutput, lengths: Lengths) -> None:
     """run_rows are live with more than one uncomputed token and run 1 to all of them; paused rows have exactly one."""
-    live = lengths.live
-    check_rows(step.run_rows, len(live), "run_rows")
-    check_rows(step.paused_rows, len(live), "paused_rows")
-    for name, rows in (("run_rows", step.run_rows), ("paused_rows", step.paused_rows)):
-        if (i := _first(~live[rows])) is not None:
-            raise ProtocolError(f"step: {name}: row {rows[i]} must be live, it is free")
-    uncomputed = lengths.num_tokens - lengths.num_computed_tokens
-    left = uncomputed[step.run_rows]
-    if (i := _first(left < 2)) is not None:
-        raise ProtocolError(
-            f"step: run_rows: row {step.run_rows[i]} must have more than one uncomputed token "
-            f"(a row with one runs unasked), it has {left[i]}"
-        )
-    counts = step.run_counts
-    if (i := _first((counts < 1) | (counts > left))) is not None:
-        raise ProtocolError(
-            f"step: run_counts: row {step.run_rows[i]} can run 1 to {left[i]} tokens, "
-            f"got {counts[i]}"
-        )
-    left = uncomputed[step.paused_rows]
-    if (i := _first(left != 1)) is not None:
-        raise ProtocolError(
-            f"step: paused_rows: row {step.paused_rows[i]} must have exactly one uncomputed token, "
-            f"it has {left[i]}"
-        )
+    if len(step.run_rows):
+        rows, counts = step.run_rows, step.run_counts
+        left = _uncomputed(rows, lengths, "run_rows")
+        if (i := _first(left < 2)) is not None:
+            raise ProtocolError(
+                f"step: run_rows: row {rows[i]} must have more than one uncomputed token "
+                f"(a row with one runs unasked), it has {left[i]}"
+            )
+        if (i := _first((counts < 1) | (counts > left))) is not None:
+            raise ProtocolError(
+                f"step: run_counts: row {rows[i]} can run 1 to {left[i]} tokens, got {counts[i]}"
+            )
+    if len(step.paused_rows):
+        rows = step.paused_rows
+        left = _uncomputed(rows, lengths, "paused_rows")
+        if (i := _first(left != 1)) is not None:
+            raise ProtocolError(
+                f"step: paused_rows: row {rows[i]} must have exactly one uncomputed token, "
+                f"it has {left[i]}"
+            )
+
+
+def _uncomputed(rows: np.ndarray, lengths: Lengths, what: str) -> np.ndarray:
+    """How many uncomputed tokens each of some live rows has: [n] int32."""
+    check_rows(rows, len(lengths.live), what)
+    if (i := _first(~lengths.live[rows])) is not None:
+        raise ProtocolError(f"step: {what}: row {rows[i]} must be live, it is free")
+    return lengths.num_tokens[rows] - lengths.num_computed_tokens[rows]
 
 
 def check_masked_rows(rows: np.ndarray, plan: StepPlan) -> None:
@@ -153,34 +157,29 @@ def check_features(admissions: Admissions, vocab_size: int) -> None:
                 )
 
 
-# By line of `Admissions.reals`: the least and the most.
-_LEAST_REALS, _MOST_REALS = np.array(
-    [
-        [0, np.finfo(np.float32).max],  # temperature
-        [np.finfo(np.float32).smallest_subnormal, 1],  # top_p
-        [0, 1],  # min_p
-        [-2, 2],  # presence_penalty
-        [-2, 2],  # frequency_penalty
-        [np.finfo(np.float32).smallest_subnormal, 2],  # repetition_penalty
-    ],
-    np.float32,
-).T[:, :, None]
+@cache
+def _range_of_numbers(max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """By line of `Admissions.numbers`: the least that it can be, and how much more, as bits. Both [10, 1] uint32."""
+    least = [1, 0, 1, 0, 0, 1, 0, 0, 0, 1]  # of a real number 1 is the least above 0
+    integers = [max_model_len, max_model_len - 1, max_model_len, np.iinfo(np.int32).max]
+    reals = np.array([np.finfo(np.float32).max, 1, 1, 2, 2, 2], np.float32)
+    most = np.concatenate((integers, reals.view(np.uint32)))
+    return np.array(least, np.uint32)[:, None], (most - least).astype(np.uint32)[:, None]
 
 
 def _numbers_fit(admissions: Admissions, max_model_len: int) -> bool:
-    """Whether every length and option is in its range, all looked at together: hardly ever is one not."""
-    tokens, cached, prompt, top_k = admissions.numbers[:4]
-    reals = admissions.reals
-    # NaN is neither at least nor at most anything.
+    """Whether every length and option is surely in its range, all looked at together: nearly always each is.
+
+    Real numbers that are not negative are in the order of their bits; whatever is negative is very high, and so is NaN.
+    So a negative penalty is not sure, nor is -0.
+    """
+    least, more = _range_of_numbers(max_model_len)
+    lengths, cached, prompts = admissions.numbers[:3]
     return bool(
-        tokens.max() <= max_model_len
-        and prompt.min() >= 1
-        and (prompt <= tokens).all()
-        and cached.min() >= 0
-        and (cached < tokens).all()
-        and top_k.min() >= 0
+        (admissions.numbers.view(np.uint32) - least <= more).all()
+        and (cached < lengths).all()
+        and (prompts <= lengths).all()
         and admissions.seeds.min() >= 0
-        and ((reals >= _LEAST_REALS) & (reals <= _MOST_REALS)).all()
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rowcast.scheduler.budget import Share
 from rowcast.scheduler.kv_memory import Offer
 from rowcast.tests.scheduler.fakes import Bench, group
 
@@ -65,10 +66,11 @@ def test_what_is_promised_shrinks_with_every_chunk():
     )
     scheduler = bench.scheduler
     bench.add(7 * 16, max_tokens=4)
-    promised, own, nobody = [], [], np.empty(0, np.int32)
+    promised, own, table = [], [], scheduler.table
     for _ in range(4):
         bench.issue()
-        promised.append(scheduler.memory.promised(scheduler.table, nobody, nobody))
+        prompts = np.flatnonzero(table.num_tokens - table.num_computed_tokens > 1)
+        promised.append(scheduler.memory.promised(table, Share(prompts=prompts)))
         bench.settle()
         own.append(np.count_nonzero(scheduler.blocks.block_ids[1][0]))
     # settled 32, 64, 96, 112: the window needs blocks from 0, 2, 4, 5 on, and so keeps two each time
