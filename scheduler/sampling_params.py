@@ -71,6 +71,9 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     for entry in listed:
         if not isinstance(entry, str) or not entry:
             raise ValueError(f"stop must be {allowed}, got the entry {short(entry)}")
+        if any("\ud800" <= character <= "\udfff" for character in entry):
+            # no text would ever hold it
+            raise ValueError(f"stop {short(entry)} is not valid Unicode; remove the lone surrogate")
     return tuple(listed)
 
 

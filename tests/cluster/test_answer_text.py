@@ -261,6 +261,7 @@ def test_the_text_is_the_same_however_the_tokens_come(text_of_bytes: TextProcess
         ([3], "got the entry 3"),
         (3, "got 3"),
         (b"ab", "got b'ab'"),
+        ("a\ud83d", "remove the lone surrogate"),
     ],
 )
 def test_bad_stop_values_are_refused(stop, says) -> None:
