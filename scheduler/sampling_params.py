@@ -73,7 +73,9 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
             raise ValueError(f"stop must be {allowed}, got the entry {short(entry)}")
         if any("\ud800" <= character <= "\udfff" for character in entry):
             # no text would ever hold it
-            raise ValueError(f"stop {short(entry)} is not valid Unicode; remove the lone surrogate")
+            raise ValueError(
+                f"stop must be valid Unicode, got {short(entry)}; remove the lone surrogate"
+            )
     return tuple(listed)
 
 
