@@ -346,6 +346,33 @@ def test_without_detokenizing_ids_come_alone(client: Client) -> None:
     assert ids_alone == replace(with_text, text="")
 
 
+def test_two_ranks_score_what_a_client_asks_for(client: Client, cluster: Cluster) -> None:
+    """SA-13: an entry a token, of prompt and answers, in a stream as well; text is made where the tokenizer is."""
+    params = SamplingParams(
+        seed=5, n=2, max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=0
+    )
+    scored, plain = client.generate(["Hello", "Hello"], [params, GREEDY])
+    assert (plain.prompt_logprobs, plain.outputs[0].logprobs) == (None, None)
+    assert scored.prompt_logprobs is not None
+    ids = [None if entry is None else list(entry) for entry in scored.prompt_logprobs]
+    assert ids == [None, *([token_id] for token_id in scored.prompt_token_ids[1:])]
+    for answer in scored.outputs:
+        assert answer.logprobs is not None
+        assert len(answer.logprobs) == len(answer.token_ids) == 12
+        for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+            assert next(iter(entry)) == token_id
+            assert entry[token_id].decoded_token is not None
+            assert len(entry) == 1 + (entry[token_id].rank > 1)
+        own = [e[i].logprob for e, i in zip(answer.logprobs, answer.token_ids, strict=True)]
+        assert answer.cumulative_logprob == pytest.approx(sum(own))
+    for seen in client.stream("Hello", params):
+        for answer, whole in zip(seen.outputs, scored.outputs, strict=True):
+            assert answer.logprobs == (whole.logprobs or [])[: len(answer.token_ids)]
+        if seen.outputs[0].token_ids:
+            assert seen.prompt_logprobs == scored.prompt_logprobs
+    cluster.wait_until(is_idle)
+
+
 def test_n_answers_have_the_seeds_from_the_given_one_on(client: Client, cluster: Cluster) -> None:
     """SA-04, and the last seed's successor is 0. One prompt is one output, in a stream as well."""
     last = 2**63 - 1
@@ -419,8 +446,11 @@ next(stream)
 client.abort("r")
 reason = list(stream)[-1].outputs[0].finish_reason
 (answer,) = client.generate("Hello", params)
+asked = rowcast.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+scored = repr([(o.outputs, o.prompt_logprobs) for o in client.stream("Hello", asked)][-1])
 client.close()
-print(json.dumps([grown, reason, answer.outputs[0].text, [m for m in ("torch", "transformers") if m in sys.modules]]))
+heavy = [m for m in ("torch", "transformers") if m in sys.modules]
+print(json.dumps([grown, reason, answer.outputs[0].text, scored, heavy]))
 """
 
 
@@ -430,10 +460,15 @@ def test_a_ray_client_in_another_process_streams_and_aborts(
     """Through ray://, with nothing on stderr and no torch."""
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     output = in_another_process(STREAM_SCRIPT, cluster.client_address)
-    grown, reason, whole, heavy = json.loads(output)
+    grown, reason, whole, scored, heavy = json.loads(output)
     assert len(grown) > 1
     assert grown[-1] == whole == client.generate("Hello", params)[0].outputs[0].text
     assert reason == "abort"
+    asked = SamplingParams(
+        temperature=0, max_tokens=5, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    )
+    here = client.generate("Hello", asked)[0]
+    assert scored == repr((here.outputs, here.prompt_logprobs))
     assert heavy == []
     cluster.wait_until(is_idle)
 

@@ -10,8 +10,10 @@ import pytest
 from rowcast.cluster.answer_text import AnswerText
 from rowcast.cluster.mailboxes import Delivery, Mailboxes, Update
 from rowcast.cluster.text import TextProcessor
+from rowcast.scheduler.extras import LogprobRows, PromptRows
 from rowcast.scheduler.front_messages import FinishCode, Outputs, RefusalReason
 from rowcast.scheduler.sampling_params import SamplingParams
+from rowcast.tests.scheduler.logprob_rows import some_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ANNA, BERT = b"a" * 16, b"b" * 16
@@ -63,6 +65,74 @@ class World:
                 finish_codes=np.array(codes, np.int8),
             )
         )
+
+
+def outputs_with_rows(
+    number: int, ids: list[int], prompt: tuple[int, list[int]] | None = None
+) -> Outputs:
+    """Some tokens of one request, each with its row; prompt: a position and the prompt's tokens from there on."""
+    return Outputs(
+        epoch=1,
+        numbers=np.array([number] * len(ids), np.int64),
+        tokens=np.array(ids, np.int32),
+        finish_codes=np.zeros(len(ids), np.int8),
+        logprobs={place: row_of(token) for place, token in enumerate(ids)},
+        prompt_logprobs=[]
+        if prompt is None
+        else [PromptRows(number, prompt[0], some_rows(prompt[1], 2, vocab_size=256))],
+    )
+
+
+def row_of(token: int) -> LogprobRows:
+    return some_rows([token], 3, vocab_size=256)
+
+
+def told(world: World) -> tuple[list[int], list[int] | None, list[int] | None]:
+    """Of Anna's only update: its tokens, and the tokens whose rows it has, of the answer and of the prompt."""
+    (update,) = world.boxes.news(ANNA)
+    rows = update.logprobs
+    assert rows is not None
+    tokens, prompt = (
+        None if one is None else one.token_ids[:, 0].tolist() for one in (rows.tokens, rows.prompt)
+    )
+    named = {i for one in (rows.tokens, rows.prompt) if one for i in one.token_ids.flat}
+    assert rows.texts == {i: world.text.decode([i]) for i in named}
+    return np.frombuffer(update.token_ids, "<i4").tolist(), tokens, prompt
+
+
+def test_log_probabilities_never_part_from_their_tokens(world: World) -> None:
+    """A lost answer is given again with its rows; what is acknowledged is forgotten with them."""
+    number = world.open(ANNA, 0, logprobs=3, prompt_logprobs=2)
+    assert number is not None
+    h, i, mark = world.ids("hi!")
+    assert world.boxes.deliver(outputs_with_rows(number, [], (1, [i, h]))).clients == set()
+    world.boxes.deliver(outputs_with_rows(number, [h], (3, [mark])))
+    for _ in range(2):
+        assert told(world) == ([h], [h], [i, h, mark])
+    world.boxes.deliver(outputs_with_rows(number, [i]))
+    assert told(world) == ([h, i], [h, i], [i, h, mark])
+    world.boxes.acknowledge(ANNA, [(0, 2)], [])  # whoever has a token has the prompt's rows
+    world.boxes.deliver(outputs_with_rows(number, [mark]))
+    assert told(world) == ([mark], [mark], None)
+
+
+def test_a_resubmitted_prompt_that_is_scored_again_has_each_row_once(world: World) -> None:
+    number = world.open(ANNA, 0, prompt_logprobs=2, logprobs=0)
+    assert number is not None
+    h, i, mark = world.ids("hi!")
+    world.boxes.deliver(outputs_with_rows(number, [], (1, [i, h])))
+    world.boxes.deliver(outputs_with_rows(number, [h], (1, [i, h, mark])))
+    assert told(world)[2] == [i, h, mark]
+
+
+def test_a_stop_string_ends_rows_with_tokens(world: World) -> None:
+    """O-02: what comes behind it belongs to no token that is delivered."""
+    number = world.open(ANNA, 0, stop="hi", logprobs=3)
+    assert number is not None
+    h, i, mark = world.ids("hi!")
+    assert world.boxes.deliver(outputs_with_rows(number, [h, i, mark])).stopped == [number]
+    world.boxes.deliver(outputs_with_rows(number, [mark]))
+    assert told(world) == ([h, i], [h, i], None)
 
 
 @pytest.fixture
