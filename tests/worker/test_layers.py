@@ -129,12 +129,19 @@ def test_gemmas_embedding_scale_is_rounded_before_it_multiplies(dtype: torch.dty
 
     theirs = Gemma3TextScaledWordEmbedding(20, 64, 0, embed_scale=3072**0.5).to(dtype)
     alone = TensorParallelGroup.alone()
-    ours = VocabEmbedding(theirs.weight.data, range(20), alone, scale=3072**0.5, round_scale=True)
+    ours = VocabEmbedding(
+        theirs.weight.data,
+        range(20),
+        alone,
+        dtype=dtype,
+        scale=3072**0.5,
+        round_scale=True,
+    )
     ids = torch.arange(20, dtype=torch.int32)
     before = theirs.weight.data.clone()
     assert torch.equal(ours(ids), theirs(ids))
     assert torch.equal(theirs.weight.data, before)  # a tied head reads the same matrix, unscaled
-    granites = VocabEmbedding(theirs.weight.data, range(20), alone, scale=10.1)
+    granites = VocabEmbedding(theirs.weight.data, range(20), alone, dtype=dtype, scale=10.1)
     assert torch.equal(granites(ids), theirs.weight.data * 10.1)
 
 

@@ -7,6 +7,8 @@ Knows nothing of ranks: who sums or splits is the caller's business.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch.nn import functional
 
@@ -15,28 +17,38 @@ _PACKED_FOR_ROWS = 32
 
 
 class Linear:
-    """Shapes: weight [out_features, in_features]; bias [out_features] or None; called on [num_tokens, in_features]."""
+    """Shapes: weight [out_features, in_features]; bias [out_features] or None; called on [num_tokens, in_features].
+
+    Where `packs` says so the weight was only read, and its memory may be used again.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self._bias = bias
-        self._packed = _packed(weight)
-        self._weight = None if self._packed is not None else weight
+        self._packed = None
+        if packs(weight.dtype, weight.device):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self.weight = None if self._packed is not None else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        assert self._weight is not None
-        return functional.linear(x, self._weight, self._bias)
+        assert self.weight is not None
+        return functional.linear(x, self.weight, self._bias)
 
 
-def _packed(weight: torch.Tensor) -> torch.Tensor | None:
-    """The weight in oneDNN's own layout, or None where this torch, dtype or device has none."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return None
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return None
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a `Linear` holds its weight in oneDNN's own layout, apart from the tensor that it was made of."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return False
+    mkldnn = torch.backends.mkldnn
+    return mkldnn.is_available() and mkldnn.enabled and _has_operators()
+
+
+@cache
+def _has_operators() -> bool:
     try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(1, 1), _PACKED_FOR_ROWS)
     except (AttributeError, NotImplementedError):  # torch built without these operators
-        return None
+        return False
+    return True

@@ -107,23 +107,18 @@ def load_decoder(
         if progress is not None:
             progress(done / steps)
 
-    embedding = loader.vocab_rows(_EMBEDDING)
+    embedding, head = loader.vocabulary(_EMBEDDING, _HEAD)
     tell(1)
     layers = []
     for layer in range(config.num_layers):
         layers.append(loader.layer(layer))
         tell(layer + 2)
-    head = embedding
-    if not config.tie_word_embeddings or checkpoint.has(_HEAD):
-        stored = loader.vocab_rows(_HEAD)
-        # A head of its own beside a config that ties it is a head of its own, as in transformers; a copy is let go.
-        if not config.tie_word_embeddings or not torch.equal(stored, embedding):
-            head = stored
     decoder = Decoder(
         embedding=VocabEmbedding(
             embedding,
             shard.vocab_rows,
             parallel,
+            dtype=dtype,
             scale=config.embedding_scale,
             round_scale=config.round_embedding_scale,
         ),
@@ -134,7 +129,7 @@ def load_decoder(
         },
         layers=layers,
         norm=loader.norm("model.norm"),
-        head=Linear(head),
+        head=head,
         logits_divisor=config.logits_divisor,
         logits_softcap=config.logits_softcap,
     )

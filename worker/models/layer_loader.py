@@ -11,7 +11,7 @@ from ..architectures import QKNorm
 from ..layers.attention import Attention
 from ..layers.decoder_layer import DecoderLayer
 from ..layers.experts import Experts
-from ..layers.linear import Linear
+from ..layers.linear import Linear, packs
 from ..layers.mlp import GatedMLP
 from ..layers.norm import AllHeadsRMSNorm, LayerNorm, Norm, RMSNorm
 from ..model_config import ModelConfig
@@ -22,7 +22,11 @@ from .weights import Checkpoint
 
 
 class LayerLoader:
-    """Fills this rank's fused matrices from the checkpoint's separate ones."""
+    """Fills this rank's fused matrices from the checkpoint's separate ones.
+
+    A matrix that a `Linear` packs is read into memory that is used again for the next one: what malloc would be given
+    back between packed ones it keeps as holes, up to as many bytes again as the weights.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,17 @@ class LayerLoader:
         self._parallel = parallel
         self._dtype = dtype
         self._device = device
+        self._packs = packs(dtype, device)
+        self._scratch = self._empty(0)
+
+    def _matrix(self, rows: int, columns: int) -> torch.Tensor:
+        """Room for a `Linear`'s weight."""
+        if not self._packs:
+            return self._empty(rows, columns)
+        if self._scratch.numel() < rows * columns:
+            self._scratch = self._empty(0)  # the old one goes before the new one comes
+            self._scratch = self._empty(rows * columns)
+        return self._scratch[: rows * columns].view(rows, columns)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -109,11 +124,31 @@ class LayerLoader:
             mine += weights[own.start : own.stop]
         return LayerNorm(torch.stack(mine), None, config.norm_eps)
 
-    def vocab_rows(self, name: str) -> torch.Tensor:
+    def vocabulary(self, embedding: str, head: str) -> tuple[torch.Tensor, Linear]:
+        """This rank's rows of the embedding, to look up, and its rows of the head; if they are tied, in one memory.
+
+        A packed head has them in a form that no row can be taken of: then the embedding stays in the mapped file, from
+        which the rows that texts ask for come through the page cache. Called before all else is read: for a moment the
+        head may be there twice.
+        """
+        rows = self._stored_rows(embedding)
+        stored, tied = rows, self._config.tie_word_embeddings
+        if not tied or head in self._checkpoint:
+            # Beside a config that ties it a head that differs is one of its own, as in transformers.
+            stored = self._stored_rows(head)
+            tied = tied and stored.dtype == rows.dtype and torch.equal(stored, rows)
+        # What is not packed is kept, and a mapped file is not for that: so it is copied, and moved to the device.
+        linear = Linear(stored.to(self._dtype) if self._packs else self._copied(stored))
+        if not tied:
+            return self._copied(rows), linear
+        return rows if linear.weight is None else linear.weight, linear
+
+    def _copied(self, stored: torch.Tensor) -> torch.Tensor:
+        return self._empty(*stored.shape).copy_(stored)
+
+    def _stored_rows(self, name: str) -> torch.Tensor:
         config, rows = self._config, self._shard.vocab_rows
-        out = self._empty(len(rows), config.hidden_size)
-        self._checkpoint.read(name, (config.vocab_size, config.hidden_size), rows=rows, out=out)
-        return out
+        return self._checkpoint.view(name, (config.vocab_size, config.hidden_size), rows=rows)
 
     def _column_parallel(
         self, parts: list[tuple[str, int, range]], *, fused: str, bias: bool
@@ -125,7 +160,7 @@ class LayerLoader:
         if self._config.fused_projections:
             parts = _below_one_another(fused, parts)
         size = sum(len(rows) for _, _, rows in parts)
-        weight = self._empty(size, self._config.hidden_size)
+        weight = self._matrix(size, self._config.hidden_size)
         bias_vector = self._empty(size) if bias else None
         start = 0
         for name, all_rows, rows in parts:
@@ -144,7 +179,7 @@ class LayerLoader:
         return Linear(weight, bias_vector)
 
     def _row_parallel(self, name: str, all_columns: int, columns: range) -> Linear:
-        weight = self._empty(self._config.hidden_size, len(columns))
+        weight = self._matrix(self._config.hidden_size, len(columns))
         self._checkpoint.read(
             f"{name}.weight",
             (self._config.hidden_size, all_columns),

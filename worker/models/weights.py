@@ -1,7 +1,7 @@
 """Read the parts of a safetensors checkpoint that this rank owns, and nothing else of it.
 
-Files are memory-mapped: a slice costs its own bytes. Owns the folder's index, shapes and dtypes, and the sentences for
-what is missing or damaged; where a tensor goes is `decoder.py`.
+Files are memory-mapped: a slice costs its own bytes, and no memory before it is copied to where it belongs. Owns the
+folder's index, shapes and dtypes, and the sentences for what is missing or damaged; `decoder.py` says where tensors go.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
-_ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 class Checkpoint:
@@ -75,7 +74,22 @@ class Checkpoint:
     ) -> None:
         """Copy a tensor, or a range of its rows or of its columns, into `out`, converted to out's dtype.
 
-        Shapes: shape is what the whole tensor must have, [..., rows, columns] or [rows]; out has the slice's shape.
+        Shapes: as `view`; out has the slice's shape.
+        Raises: as `view`.
+        """
+        out.copy_(self.view(name, shape, rows=rows, columns=columns))
+
+    def view(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> torch.Tensor:
+        """A tensor, or a range of its rows or of its columns, as it lies in the mapped file. Not to be written to.
+
+        Shapes: shape is what the whole tensor must have, [..., rows, columns] or [rows].
         Raises: ValueError naming file and tensor if it is missing, or has another shape or an unknown dtype.
         """
         path = self._file_of.get(name)
@@ -105,9 +119,9 @@ class Checkpoint:
             raise ValueError(
                 f"{path}: cannot read tensor {name} ({error}); download it again"
             ) from error
-        out.copy_(part)
         self._taken.add(name)
-        self.bytes_read += part.numel() * _ITEMSIZE[stored_dtype]
+        self.bytes_read += part.nbytes
+        return part
 
     def refuse_unread(self, *, ignored: Callable[[str], bool]) -> None:
         """After loading: a tensor that nobody asked for is a feature that was not computed.
