@@ -101,7 +101,7 @@ def check_queues(scheduler: Scheduler) -> None:
     ]
     for request in wrong:
         raise Violation(
-            f"waiting request {request.request_id}: {request.status}, row {request.row}, "
+            f"a waiting request: {request.request_id}, {request.status}, row {request.row}, "
             f"{request.num_in_flight} steps in flight"
         )
     wrong = [request for request in running if request.status is not RequestStatus.RUNNING]
