@@ -26,11 +26,12 @@ _EPOCH = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Issued:
-    """One step as it went out, and the plan that the rank made of it."""
+    """One step as it went out, the plan that the rank made of it, and the requests' numbers in batch order."""
 
     step: SchedulerOutput
     frame: bytes
     plan: StepPlan
+    numbers: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -81,20 +82,19 @@ class CheckedEngine:
         assert isinstance(decoded, SchedulerOutput)
         plan = self.rank.launch(decoded)
         self._compare_digests(frame)
-        self._in_flight.append((plan, scheduler.table.generation[plan.index_mapping]))
-        issued = Issued(step=step, frame=frame, plan=plan)
-        if len(decoded.masked_rows):
-            self._unmasked = issued
-            self._try_mask()
-        else:
-            self._keep(plan, self.rank.sample(plan))
+        table, rows = scheduler.table, plan.index_mapping
+        self._in_flight.append((plan, table.generation[rows]))
+        issued = Issued(step=step, frame=frame, plan=plan, numbers=table.number[rows])
         budget = scheduler.config.max_num_batched_tokens if token_budget is None else token_budget
         require(
             issued.num_tokens <= budget, "tokens run, and the budget", issued.num_tokens, budget
         )
-        require(
-            bool(scheduler.table.live[plan.index_mapping].all()), "a row that nobody holds runs"
-        )
+        require(bool(table.live[rows].all()), "a row that nobody holds runs")
+        if len(decoded.masked_rows):  # last: who fails at it ends here
+            self._unmasked = issued
+            self._try_mask()
+        else:
+            self._keep(plan, self.rank.sample(plan))
         self.check()
         return issued
 

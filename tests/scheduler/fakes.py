@@ -258,13 +258,9 @@ class Bench:
         self.last_frame = issued.frame
         if issued.step.admissions is not None:
             self._note_hits(issued.step.admissions)
-        table, plan = self.scheduler.table, issued.plan
-        ran = {
-            table.occupant(row).number: count
-            for row, count in zip(
-                plan.index_mapping.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
-            )
-        }
+        plan = issued.plan
+        counts = plan.num_scheduled_tokens.tolist()
+        ran = dict(zip(issued.numbers.tolist(), counts, strict=True))
         assert len(ran) == plan.num_reqs
         for number, count in ran.items():
             self.issued[number] = self.issued.get(number, 0) + count

@@ -13,15 +13,18 @@ from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.extras import LogprobRows
 from rowcast.scheduler.front_messages import Submit
 from rowcast.scheduler.messages import (
+    Mask,
     SchedulerOutput,
     StepResult,
     decode_frame,
+    encode_mask,
     encode_step,
 )
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
+from rowcast.tests.scheduler.fake_forms import FakeGrammars
 from rowcast.worker.config import WorkerConfig
-from rowcast.worker.model_runner import ModelRunner, PendingStep, finish
+from rowcast.worker.model_runner import ModelRunner, PendingStep, UnmaskedStep, finish
 from rowcast.worker.parallel import TensorParallelGroup
 
 
@@ -116,6 +119,9 @@ def score(
         ),
         runner.group_specs,
         num_blocks or runner.state.num_blocks,
+        grammars=FakeGrammars(  # type: ignore[arg-type]
+            runner.model_config.vocab_size, runner.model_config.eos_token_ids
+        ),
     )
     if isinstance(params, SamplingParams):
         params = [params] * len(prompts)
@@ -133,9 +139,20 @@ def score(
         )
     scored = [Scored() for _ in prompts]
     sequence = 0
-    in_flight: deque[tuple[int, StepResult | PendingStep]] = deque()
+    in_flight: deque[tuple[int, StepResult | PendingStep | UnmaskedStep]] = deque()
     while True:
-        while len(in_flight) < config.depth and (step := scheduler.schedule()) is not None:
+        while True:
+            if in_flight and isinstance(unmasked := in_flight[-1][1], UnmaskedStep):
+                if (made := scheduler.make_mask()) is None:
+                    break
+                sequence += 1
+                mask = Mask(step_sequence=sequence - 1, rows=made[0], bits=made[1])
+                frame = encode_mask(mask, epoch=1, sequence=sequence)
+                body = decode_frame(frame).body
+                assert isinstance(body, Mask)
+                in_flight[-1] = (scheduler.digests.end(frame), unmasked.take_mask(body, frame))
+            if len(in_flight) == config.depth or (step := scheduler.schedule()) is None:
+                break
             sequence += 1
             frame = encode_step(step, epoch=1, sequence=sequence)
             body = decode_frame(frame).body
