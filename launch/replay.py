@@ -8,13 +8,14 @@ Ray, and a table that an engine had wrong shows at the step where its digest say
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from ..scheduler.agreement import StepPlan
+from ..scheduler.agreement import Asked, StepPlan, asked_of_step
+from ..scheduler.extras import check_extras
 from ..scheduler.messages import (
     Mask,
     ProtocolError,
@@ -134,12 +135,18 @@ class LifeReplay:
             )
         try:
             check_tokens(result.tokens, plan, summary.life.vocab_size)
+            check_extras(result.extras, self._asked(plan), result.tokens, summary.life.vocab_size)
         except ProtocolError as error:
             raise ReplayMismatch(f"step {record.sequence}: {error}") from None
         self.state.commit(plan, result.tokens)
         summary.num_steps += 1
         summary.num_digests += len(said)
         summary.num_tokens += int(plan.samples.sum())
+
+    def _asked(self, plan: StepPlan) -> Sequence[Asked] | None:
+        """The log-probabilities that a step was asked for."""
+        requests = self.state.requests
+        return asked_of_step(requests.asking, requests.token_ids, requests.num_prompt_tokens, plan)
 
     def _take_mask(self, sent: _Sent, digest: int) -> int:
         """Check a step's mask and fold it; a step that the file ends with may have none."""
