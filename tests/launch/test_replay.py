@@ -8,10 +8,13 @@ import zlib
 from collections import deque
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
+from rowcast.launch.bench.fake_logprobs import fake_extras
 from rowcast.launch.cli import run_command
 from rowcast.launch.replay import ReplayMismatch, replay
+from rowcast.scheduler.agreement import asked_of_step
 from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.front_messages import Submit, make_submit_key
 from rowcast.scheduler.kv_groups import AttentionKind, KVGroupSpec
@@ -43,9 +46,12 @@ GROUPS = (
 )
 
 
-def record(path: Path, *, depth: int = 2, stop: bool = True) -> tuple[WorkerState, int]:
+def record(
+    path: Path, *, depth: int = 2, stop: bool = True, **asked: int
+) -> tuple[WorkerState, int]:
     """Run 12 requests with random tokens, twice a common prefix, in a pool so small that it preempts.
 
+    asked: further sampling params of every third request.
     Returns: the worker's tables at the end, and the sequence of the last step. Without `stop` the last results are
     missing, as when an engine is killed.
     """
@@ -78,7 +84,11 @@ def record(path: Path, *, depth: int = 2, stop: bool = True) -> tuple[WorkerStat
                 request_id=f"[request] {number}",
                 prompt_token_ids=np.concatenate((common, own)) if number % 2 else own,
                 seed=number,
-                params=SamplingParams(max_tokens=int(random.integers(1, 20)), ignore_eos=True),
+                params=SamplingParams(
+                    max_tokens=int(random.integers(1, 20)),
+                    ignore_eos=True,
+                    **(asked if number % 3 == 0 else {}),
+                ),
             ),
         )
     recorder = Recorder(path)
@@ -100,13 +110,16 @@ def record(path: Path, *, depth: int = 2, stop: bool = True) -> tuple[WorkerStat
         value = state.digests.end(frame)
         tokens = np.where(plan.samples, random.integers(0, VOCAB, plan.num_reqs), -1)
         tokens = tokens.astype(np.int32)
+        held = state.requests
+        wanted = asked_of_step(held.asking, held.token_ids, held.num_prompt_tokens, plan)
+        extras = fake_extras(wanted, tokens, plan.seq_lens, VOCAB)
         state.commit(plan, tokens)
         digests = struct.pack("<Q", value) * RANKS if plan.samples.any() else b""
         result = encode_result(
-            StepResult(tokens=tokens, digests=digests), epoch=EPOCH, sequence=number
+            StepResult(tokens=tokens, digests=digests, extras=extras), epoch=EPOCH, sequence=number
         )
         recorder.result(number, result)
-        scheduler.settle(tokens)
+        scheduler.settle(tokens, extras)
     if stop:
         assert scheduler.num_preemptions > 0, "the recording should show preemptions"
         assert scheduler.cache.stats.hits > 0, "the recording should show prefix-cache hits"
@@ -232,6 +245,27 @@ def test_a_token_outside_the_vocabulary_is_found_at_its_step(
     said = capsys.readouterr().err
     assert "step 11: the result carries token" in said
     assert said.count("\n") == 1
+
+
+def test_a_result_without_what_its_step_was_asked_for_is_found(tmp_path: Path):
+    """Log-probabilities are in the file, and what they must be of follows from it: the digests do not cover them."""
+    path = tmp_path / "asked.rec"
+    _, last = record(path, logprobs=1, prompt_logprobs=0)
+    (summary,) = replay(Recording(path))
+    assert summary.last_sequence == last
+    data = path.read_bytes()
+    results = [(start, end) for kind, start, end in records_of(data) if kind == 3]
+    payloads = [
+        (start, msgpack.unpackb(data[start:end], strict_map_key=False)) for start, end in results
+    ]
+    # A step in which one of several requests asks: its rows are now another's.
+    start, values = next((s, v) for s, v in payloads if v[-1] and len(v[5]) > 4 * len(v[-1]))
+    extras, num_reqs = values[-1], len(values[5]) // 4
+    other = next(index for index in range(num_reqs) if index not in extras)
+    extras[other] = extras.pop(min(extras))
+    path.write_bytes(with_payload(data, start, msgpack.packb(values)))
+    with pytest.raises(ReplayMismatch, match=f"step {values[3]}: the result carries extras of"):
+        list(replay(Recording(path)))
 
 
 def test_missing_records_are_found(recorded: tuple[Path, int], tmp_path: Path):
