@@ -27,6 +27,15 @@ def check_int_tensors(kernel: str, **tensors: tuple[torch.Tensor, torch.dtype, i
             raise ValueError(f"{kernel}: {name} must be on {device}, got {tensor.device}")
 
 
+def check_lengths(kernel: str, num_rows: int, **tensors: torch.Tensor) -> None:
+    """Refuse a one-dimensional tensor that is not as long as `rows`."""
+    for name, tensor in tensors.items():
+        if len(tensor) != num_rows:
+            raise ValueError(
+                f"{kernel}: {name} must be as long as rows, {num_rows}, got {len(tensor)}"
+            )
+
+
 def is_packed(tensor: torch.Tensor) -> bool:
     """Whether everything behind the first dimension lies without gaps; a dimension of length 1 may have any stride."""
     items = 1

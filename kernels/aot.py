@@ -21,9 +21,13 @@ from triton.runtime import JITFunction
 
 from .block_table_gather import _block_table_gather_kernel
 from .grouped_gemm import _grouped_gemm_kernel, grouped_gemm_config
+from .gumbel_argmax import OPTIONS as GUMBEL_ARGMAX_OPTIONS
+from .gumbel_argmax import _gumbel_argmax_kernel
 from .kv_write import _kv_write_kernel
 from .paged_attention import LOG2_E, _paged_attention_kernel, paged_attention_config
 from .slot_mapping import _slot_mapping_kernel
+from .softmax_mass import OPTIONS as SOFTMAX_MASS_OPTIONS
+from .softmax_mass import _softmax_mass_kernel
 from .token_inputs import _token_inputs_kernel
 
 # name -> target and the shared memory, in bytes, that one program may take there
@@ -174,6 +178,37 @@ def configurations() -> Iterator[Configuration]:
         {"BLOCK_SIZE": 16, "NUM_KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK": 256},
         {},
     )
+    for dtype in ("bf16", "fp32"):
+        yield (
+            f"gumbel_argmax {dtype}",
+            _gumbel_argmax_kernel,
+            {
+                "logits": f"*{dtype}",
+                "rows": "*i32",
+                "temperature": "*fp32",
+                **dict.fromkeys(("streams", "ids", "below", "out"), "*i64"),
+                **dict.fromkeys(("num_ids", "first_id"), "i32"),
+                **dict.fromkeys(("logits_stride", "ids_stride"), "i64"),
+                **dict.fromkeys(("HAS_IDS", "HAS_BELOW", "BLOCK"), "constexpr"),
+            },
+            {"HAS_IDS": dtype == "fp32", "HAS_BELOW": dtype == "fp32", "BLOCK": 4096},
+            GUMBEL_ARGMAX_OPTIONS,
+        )
+    yield (
+        "softmax_mass",
+        _softmax_mass_kernel,
+        {
+            **dict.fromkeys(("scores", "highest"), "*fp32"),
+            "rows": "*i32",
+            "above": "*i64",
+            "parts": "*fp64",
+            **dict.fromkeys(("num_ids", "first_id"), "i32"),
+            "scores_stride": "i64",
+            "BLOCK": "constexpr",
+        },
+        {"BLOCK": 4096},
+        SOFTMAX_MASS_OPTIONS,
+    )
     yield attention_configuration(dtype="bf16", num_tokens=32, num_reqs=32, group=3, head_dim=64)
     yield attention_configuration(dtype="bf16", num_tokens=512, num_reqs=8, group=3, head_dim=64)
     yield attention_configuration(  # Gemma 3's sliding layers
@@ -263,6 +298,8 @@ def aot(*, targets: list[str], every_shape: bool = False) -> list[dict[str, Any]
                     "shared_bytes": compiled.metadata.shared,
                     "binary_bytes": len(binary),
                     "tf32": "tf32" in assembly or "xf32" in assembly,
+                    # on AMD a division is made of fused steps, which round as one
+                    "fused": target.backend == "cuda" and "fma.rn" in assembly,
                     "seconds": round(time.perf_counter() - started, 2),
                 }
             )

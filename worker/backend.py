@@ -26,6 +26,8 @@ _KERNELS = (
     "kv_write",
     "paged_attention",
     "grouped_gemm",
+    "gumbel_argmax",
+    "softmax_mass",
 )
 
 
@@ -46,6 +48,8 @@ class Backend:
     kv_write: Launcher
     paged_attention: Launcher
     grouped_gemm: Launcher
+    gumbel_argmax: Launcher
+    softmax_mass: Launcher
 
 
 def select_backend(

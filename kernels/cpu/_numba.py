@@ -39,7 +39,8 @@ _threads = 1
 
 def _sources_digest() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in (*sorted(here.glob("*.py")), here.parent / "_noise.py"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -64,8 +65,12 @@ def is_compiled() -> bool:
     return any(CACHE_DIR.rglob("*.nbc"))
 
 
-def jit(*signature: str, parallel: bool = False, **options: Any) -> Callable[[Callable], Any]:
+def jit(
+    *signature: str, parallel: bool = False, exact: bool = False, **options: Any
+) -> Callable[[Callable], Any]:
     """`numba.njit` with our cache folder and floating-point rules; a signature compiles at import.
+
+    exact: each operation rounds as IEEE 754 says, in the order written: for what must have the same bits elsewhere.
 
     The folder is set for the length of this call only, so that other users of Numba in this process keep theirs.
     """
@@ -82,7 +87,7 @@ def jit(*signature: str, parallel: bool = False, **options: Any) -> Callable[[Ca
                 nogil=True,
                 boundscheck=False,
                 error_model="numpy",
-                fastmath=FASTMATH,
+                fastmath=False if exact else FASTMATH,
                 parallel=parallel,
                 **options,
             )(function)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from rowcast.worker.backend import select_backend
 from rowcast.worker.parallel import TensorParallelGroup
 from rowcast.worker.sampler.sampler import Sampler, SamplingRows
 
@@ -23,8 +26,16 @@ def rows_of(
     )
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
-    sampler = Sampler((range(logits.shape[1]),), TensorParallelGroup.alone())
+def sampler_of(
+    vocab_rows_of_rank: tuple[range, ...], group: Any = None, *, kernel_backend: str = "cpu"
+) -> Sampler:
+    """A rank's sampler; group None: of the only rank."""
+    group = TensorParallelGroup.alone() if group is None else group
+    return Sampler(vocab_rows_of_rank, group, select_backend(kernel_backend, "cpu"))
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows, *, kernel_backend: str = "cpu") -> np.ndarray:
+    sampler = sampler_of((range(logits.shape[1]),), kernel_backend=kernel_backend)
     return sampler.sample(logits, rows).tokens
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from rowcast.scheduler.messages import Features
 from rowcast.tests.worker.fake_ranks import on_ranks
+from rowcast.tests.worker.sampling import sampler_of
 from rowcast.tests.worker.steps import i32, make_state, request, step
-from rowcast.worker.parallel import TensorParallelGroup
 from rowcast.worker.sampler.bad_words import forbidden
-from rowcast.worker.sampler.sampler import Sampler
 from rowcast.worker.sampling_inputs import adjustments, sampling_rows
 from rowcast.worker.state import WorkerState
 
@@ -342,11 +341,11 @@ def test_every_rank_chooses_the_same_token_of_adjusted_rows():
         def work(group):
             mine = ranks[group.rank]
             part = logits[:, mine.start : mine.stop].clone()
-            return Sampler(ranks, group).sample(part, rows, asked).tokens.tolist()
+            return sampler_of(ranks, group).sample(part, rows, asked).tokens.tolist()
 
         return on_ranks(len(ranks), work)
 
-    alone = Sampler((range(VOCAB_SIZE),), TensorParallelGroup.alone())
+    alone = sampler_of((range(VOCAB_SIZE),))
     expected = alone.sample(logits.clone(), rows, asked).tokens.tolist()
     places = {row: place for place, row in enumerate(plan.index_mapping.tolist())}
     assert expected[places[0]] == 10

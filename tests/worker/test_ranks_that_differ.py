@@ -23,9 +23,9 @@ from rowcast.scheduler.messages import SchedulerOutput, StepResult
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
 from rowcast.tests.worker.fake_ranks import FakeGroup
+from rowcast.tests.worker.sampling import sampler_of
 from rowcast.tests.worker.steps import group
 from rowcast.worker.loop import WorkerLoop
-from rowcast.worker.sampler.sampler import Sampler
 from rowcast.worker.sampling_inputs import adjustments, sampling_rows
 from rowcast.worker.state import WorkerState
 
@@ -53,7 +53,7 @@ class Rank:
         ids = np.array_split(np.arange(VOCAB_SIZE), parallel.world_size)
         parts = tuple(range(part[0], part[-1] + 1) for part in ids)
         self._ids = torch.from_numpy(ids[parallel.rank])
-        self._sampler = Sampler(parts, parallel)  # type: ignore[arg-type]
+        self._sampler = sampler_of(parts, parallel)
         self.before: Injection | None = None
         self.change_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits
         self.change_sampled: Callable[[np.ndarray], np.ndarray] = lambda tokens: tokens

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from rowcast.tests.worker.fake_ranks import on_ranks
-from rowcast.tests.worker.sampling import random_logits, rows_of, sample
-from rowcast.worker.sampler.sampler import Sampler, SamplingRows
+from rowcast.tests.worker.sampling import random_logits, rows_of, sample, sampler_of
+from rowcast.worker.sampler.sampler import SamplingRows
 
 
 def splits(vocab_size: int, *cuts: int) -> tuple[range, ...]:
@@ -21,7 +21,7 @@ def sample_on(
 ) -> list[np.ndarray]:
     def work(group):
         mine = ranks[group.rank]
-        return Sampler(ranks, group).sample(logits[:, mine.start : mine.stop], rows).tokens
+        return sampler_of(ranks, group).sample(logits[:, mine.start : mine.stop], rows).tokens
 
     return on_ranks(len(ranks), work)
 
@@ -120,7 +120,7 @@ def test_each_ranks_digest_comes_back_in_rank_order():
         mine = ranks[group.rank]
         part = logits[:, mine.start : mine.stop]
         digest = 2**64 - 5 if group.rank == 1 else group.rank
-        return Sampler(ranks, group).sample(part, rows_of(2, top_k=2), digest=digest).digests
+        return sampler_of(ranks, group).sample(part, rows_of(2, top_k=2), digest=digest).digests
 
     expected = np.array([0, 2**64 - 5, 2], "<u8").tobytes()
     assert on_ranks(3, work) == [expected] * 3

@@ -3,7 +3,7 @@
     key = (order(score) << 32) | (2**32 - 1 - id)
 
 order() turns float32 bits into an int32 that sorts as the floats do. Keys are what ranks exchange: exact, and the same
-decision everywhere.
+decision everywhere. The kernels make the same ones (kernels/_keys.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 _LOW_32 = 0xFFFFFFFF
 
 
-def pack(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def pack(scores: torch.Tensor, ids: torch.Tensor | int) -> torch.Tensor:
     """Shapes: scores float32 and ids int64 broadcast together; returns int64. -0.0 counts as 0.0.
 
     Example: (1.0, id 7) > (1.0, id 8) > (0.5, id 0).

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from . import min_p, noise, top_p
+from ..backend import Backend
+from . import keys, min_p, top_p
 
 _MAX_DRAWS = 16
+_LAST_ID = 2**32 - 1  # behind every id: what ties with its key is above it
 
 
 def choose(
@@ -21,6 +23,7 @@ def choose(
     p: torch.Tensor,
     least: torch.Tensor,
     total: torch.Tensor,
+    backend: Backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row without top-k.
 
@@ -29,40 +32,40 @@ def choose(
         [n] int64 and settled [n] bool: a row of which little is kept may use up its draws, and its token then means
         nothing.
     """
-    num_rows, vocab_size = scores.shape
-    ids = torch.arange(vocab_size, device=scores.device)
-    perturbed = scores + noise.gumbel(stream, ids)
+    num_rows = len(scores)
     highest = scores.amax(dim=1)
     lowest = min_p.lowest_kept(highest, least)
-    wanted = top_p.wanted(p, _total_after_min_p(scores, lowest, total))
-    keeps_all = p >= 1.0
+
+    def mass_above(rows: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(rows), dtype=torch.float64, device=scores.device)
+        backend.softmax_mass(scores, rows.to(torch.int32), highest[rows], above, out=out)
+        return out
+
+    total = total.clone()
+    cut = torch.nonzero(lowest > float("-inf")).squeeze(1)
+    # What is before a kept id has a higher score, and is kept too.
+    total[cut] = mass_above(cut, keys.pack(lowest[cut], _LAST_ID))
+    wanted = top_p.wanted(p, total)
     tokens = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
     settled = torch.zeros(num_rows, dtype=torch.bool, device=scores.device)
     rows = torch.arange(num_rows, device=scores.device)
+    best = None
     for _ in range(_MAX_DRAWS):
-        tokens[rows] = perturbed[rows].max(dim=1).indices
-        for some in rows.split(8):  # a float64 copy of all rows at once would be large
-            drawn, score = tokens[some].unsqueeze(1), scores[some]
-            own = score.gather(1, drawn)
-            before = (score > own) | ((score == own) & (ids < drawn))
-            weight = (score.double() - highest[some].double().unsqueeze(1)).exp_()
-            by_p = keeps_all[some] | (weight.mul_(before).sum(dim=1) < wanted[some])
-            settled[some] = by_p & (own.squeeze(1) >= lowest[some])
-        rows = rows[~settled[rows]]
+        drawn = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
+        backend.gumbel_argmax(
+            scores,
+            rows.to(torch.int32),
+            torch.ones(len(rows), device=scores.device),
+            stream[rows],
+            out=drawn,
+            below=best,  # what was drawn before is passed over
+        )
+        ids = keys.ids_of(drawn)
+        own = scores[rows, ids]
+        by_p = (p[rows] >= 1.0) | (mass_above(rows, keys.pack(own, ids)) < wanted[rows])
+        tokens[rows], settled[rows] = ids, by_p & (own >= lowest[rows])
+        is_open = ~settled[rows]
+        rows, best = rows[is_open], drawn[is_open]
         if not len(rows):
             break
-        perturbed[rows, tokens[rows]] = float("-inf")
     return tokens, settled
-
-
-def _total_after_min_p(
-    scores: torch.Tensor, lowest: torch.Tensor, total: torch.Tensor
-) -> torch.Tensor:
-    """[n] float64: the mass of what min-p keeps. What is before a kept id has a higher score, and is kept too."""
-    total = total.clone()
-    rows = torch.nonzero(lowest > float("-inf")).squeeze(1)
-    for some in rows.split(8):
-        part = scores[some]
-        dropped = part < lowest[some].unsqueeze(1)
-        total[some] = top_p.mass(part.masked_fill(dropped, float("-inf")))
-    return total

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..backend import Backend
 from ..parallel import TensorParallelGroup
-from . import candidates, greedy, keys, min_p, noise, redraw, temperature, top_k, top_p
+from . import candidates, keys, min_p, noise, redraw, temperature, top_k, top_p
 from .adjustments import Adjustments
 from .exchange import Offer, exchange
 
@@ -104,10 +105,14 @@ class Sampler:
     """Shapes: vocab_rows_of_rank has the vocabulary ids of every rank, in rank order, together [0, vocab_size)."""
 
     def __init__(
-        self, vocab_rows_of_rank: tuple[range, ...], parallel: TensorParallelGroup
+        self,
+        vocab_rows_of_rank: tuple[range, ...],
+        parallel: TensorParallelGroup,
+        backend: Backend,
     ) -> None:
         assert len(vocab_rows_of_rank) == parallel.world_size, vocab_rows_of_rank
         self._parallel = parallel
+        self._backend = backend
         self._sizes = [len(rows) for rows in vocab_rows_of_rank]
         self._vocab_size = sum(self._sizes)
         self._rows = vocab_rows_of_rank[parallel.rank]
@@ -159,15 +164,11 @@ class Sampler:
             highest = offers.best.amax(dim=0)
             return Choice(offers.digests, highest, keys.ids_of(highest).to(torch.int32))
 
-        filter_ = _Filter(rows[filtered], self._vocab_size, logits.device)
+        filter_ = _Filter(rows[filtered], self._vocab_size, logits.device, self._backend)
         scores = temperature.scaled(_take(logits, filtered), filter_.temperature)
         width = filter_.width
-        masses = torch.zeros(len(filtered), dtype=torch.float64, device=logits.device)
-        if len(filter_.needs_mass):
-            masses[_index(filter_.needs_mass, logits)] = top_p.mass(
-                _take(scores, filter_.needs_mass)
-            )
         found = candidates.best_candidates(scores, width, self._rows.start)
+        masses = filter_.masses(scores, keys.scores_of(found.amax(dim=1)))
         offers = exchange(
             Offer(digest=digest, best=best, found=found, masses=masses), self._parallel
         )
@@ -193,23 +194,16 @@ class Sampler:
         self, logits: torch.Tensor, rows: SamplingRows, single: np.ndarray, is_greedy: np.ndarray
     ) -> torch.Tensor:
         """The best key on this rank of each row that needs no candidates: [len(single)] int64."""
-        if is_greedy.all():
-            return greedy.best(_take(logits, single), self._rows.start)
+        asked = rows[single]
         out = torch.empty(len(single), dtype=torch.int64, device=logits.device)
-        if is_greedy.any():
-            of_greedy = _take(logits, single[is_greedy])
-            out[_index(np.flatnonzero(is_greedy), logits)] = greedy.best(
-                of_greedy, self._rows.start
-            )
-        free = rows[single[~is_greedy]]
-        scores = temperature.scaled(
-            _take(logits, single[~is_greedy]),
-            torch.from_numpy(free.temperature).to(logits.device),
+        self._backend.gumbel_argmax(
+            logits,
+            _index(single.astype(np.int32), logits),
+            _index(np.where(is_greedy, np.float32(0), asked.temperature), logits),
+            _index(noise.streams(asked.seeds, asked.positions), logits),
+            first_id=self._rows.start,
+            out=out,
         )
-        stream = torch.from_numpy(noise.streams(free.seeds, free.positions)).to(logits.device)
-        ids = torch.arange(self._rows.start, self._rows.stop, device=logits.device)
-        scores += noise.gumbel(stream, ids)
-        out[_index(np.flatnonzero(~is_greedy), logits)] = greedy.best(scores, self._rows.start)
         return out
 
     def _choose_whole(
@@ -244,13 +238,17 @@ class Sampler:
 class _Filter:
     """Min-p, top-k and top-p of some rows, on candidates in order."""
 
-    def __init__(self, rows: SamplingRows, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: SamplingRows, vocab_size: int, device: torch.device, backend: Backend
+    ) -> None:
         self._asked = rows
+        self._backend = backend
         self._vocab_size = vocab_size
         no_k = top_k.is_off(rows.top_k, vocab_size)
         wanted = np.where(no_k, min(TOP_P_CANDIDATES, vocab_size), rows.top_k)
         self.width = int(min(wanted.max(), MAX_CANDIDATES))
-        self.needs_mass = np.flatnonzero(no_k)
+        self._without_k = np.flatnonzero(no_k)
+        self._with_p_alone = np.flatnonzero(no_k & min_p.is_off(rows.min_p))
         self.temperature = torch.from_numpy(rows.temperature).to(device)
         self._top_k = torch.from_numpy(np.where(no_k, vocab_size, rows.top_k).astype(np.int64)).to(
             device
@@ -263,7 +261,27 @@ class _Filter:
         self._stream = torch.from_numpy(noise.streams(rows.seeds, rows.positions)).to(device)
 
     def only(self, chosen: np.ndarray) -> _Filter:
-        return _Filter(self._asked[chosen], self._vocab_size, self._top_k.device)
+        return _Filter(self._asked[chosen], self._vocab_size, self._top_k.device, self._backend)
+
+    def masses(self, scores: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+        """What this rank's ids add to the softmax's denominator, relative to its own highest score.
+
+        0 where nothing of this rank's part may be chosen, and where nobody asks: for all rows but those of top-p alone.
+        Shapes: scores [n, num_ids], highest [n] float32; returns [n] float64.
+        """
+        out = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
+        if len(self._with_p_alone):
+            rows = _index(self._with_p_alone, scores)
+            found = torch.empty(len(rows), dtype=torch.float64, device=scores.device)
+            self._backend.softmax_mass(
+                scores,
+                rows.to(torch.int32),
+                highest[rows].clamp(min=torch.finfo(torch.float32).min),  # all may be -inf
+                torch.full_like(rows, candidates.NO_CANDIDATE),
+                out=found,
+            )
+            out[rows] = found
+        return out
 
     def kept(
         self, ordered: torch.Tensor, certain: torch.Tensor, total: torch.Tensor
@@ -292,7 +310,7 @@ class _Filter:
         """Shapes: whole [n, vocab_size] scores, total [n] as in `kept`; returns tokens, settled as `choose` does."""
         tokens = torch.zeros(len(whole), dtype=torch.int64, device=whole.device)
         settled = torch.zeros(len(whole), dtype=torch.bool, device=whole.device)
-        rows = self.needs_mass  # those without top-k
+        rows = self._without_k
         if len(rows):
             chosen = _index(rows, whole)
             tokens[chosen], settled[chosen] = redraw.choose(
@@ -301,6 +319,7 @@ class _Filter:
                 _take(self._top_p, rows),
                 _take(self._min_p, rows),
                 _take(total, rows),
+                self._backend,
             )
         return tokens, settled
 
@@ -310,9 +329,16 @@ class _Filter:
         """Shapes: as `kept`; returns tokens [n] int64 (meaningless where not settled) and settled [n] bool."""
         stays, settled = self.kept(ordered, certain, total)
         ids = keys.ids_of(ordered)
-        perturbed = keys.scores_of(ordered) + noise.gumbel(self._stream, ids)
-        contest = keys.pack(perturbed, ids).masked_fill_(~stays, candidates.NO_CANDIDATE)
-        return keys.ids_of(contest.amax(dim=1)), settled
+        best = torch.empty_like(self._stream)
+        self._backend.gumbel_argmax(
+            keys.scores_of(ordered).masked_fill_(~stays, float("-inf")),
+            torch.arange(len(ids), dtype=torch.int32, device=ids.device),
+            torch.ones(len(ids), device=ids.device),  # the scores are scaled
+            self._stream,
+            ids=ids,
+            out=best,
+        )
+        return keys.ids_of(best), settled
 
 
 def _ids_of_best(best: torch.Tensor) -> np.ndarray:
@@ -332,7 +358,8 @@ def _refuse_nan(found: torch.Tensor) -> None:
 
 
 def _index(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(rows).to(like.device)
+    # From memory that is not pinned the copy is staged at once: the array may go, and no one waits for the device.
+    return torch.from_numpy(rows).to(like.device, non_blocking=True)
 
 
 def _take(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

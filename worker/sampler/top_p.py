@@ -9,27 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-_LOWEST = -1e300  # below any float32, and -inf less this is -inf, not NaN
-
 
 def is_off(top_p: np.ndarray) -> np.ndarray:
     """Shapes: [n] -> [n] bool."""
     return top_p >= 1.0
-
-
-def mass(scores: torch.Tensor) -> torch.Tensor:
-    """The sum of exp(score - highest score) of each row, one rank's part of the softmax's denominator.
-
-    0 where all scores are -inf: nothing of this rank's part may be chosen.
-
-    Shapes: scores [n, num_ids] float32; returns [n] float64.
-    """
-    parts = []
-    for part in scores.split(8):  # a float64 copy of all rows at once would be large
-        wide = part.double()
-        highest = wide.amax(dim=1, keepdim=True).clamp_(min=_LOWEST)
-        parts.append(wide.sub_(highest).exp_().sum(dim=1))
-    return torch.cat(parts)
 
 
 def total_mass(masses: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
