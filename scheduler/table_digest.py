@@ -115,8 +115,7 @@ class TableDigest:
         samples it by other rules, would leave them waiting for a message of another size.
         """
         # A lasting batch too is folded anew in every step: it may have gone wrong where it lies.
-        self._add(_sum_of_integers(plan.batch.index_mapping))
-        self._add(_sum_of_integers(plan.batch.query_start_loc))
+        self._add(_sum(plan.batch.words))
         if self._step >= self._depth and self._sampled:
             self._add(_sum_of_integers(self._sampled.popleft()))
         self._add(_sum(self._columns))

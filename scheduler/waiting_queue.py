@@ -23,6 +23,9 @@ class WaitingQueue:
         insort(self._waiting, request, key=self._key)
 
     def remove(self, request: Request) -> None:
+        if self._waiting and self._waiting[0] is request:  # mostly it is the head's turn
+            del self._waiting[0]
+            return
         place = bisect_left(self._waiting, self._key(request), key=self._key)
         assert self._waiting[place : place + 1] == [request], f"{request.request_id} does not wait"
         del self._waiting[place]

@@ -104,7 +104,7 @@ class BlockTables:
         one_each = block_ids.shape[-1] == len(rows)  # steady decode
         cells = (rows, held) if one_each else ragged_cells(rows, counts, held)
         if len(same.groups) == 1:
-            same.table[0][cells] = block_ids
+            same.table[0][cells] = block_ids.ravel()
         else:
             same.table[:, *cells] = block_ids
         same.num_blocks[rows] = after

@@ -6,7 +6,7 @@ plan does) and changes no table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,10 +55,14 @@ class InputBatch:
 
 
 class _View(NamedTuple):
-    """A part of a buffer: as a tensor, and the same memory as the backend's kernels take it."""
+    """A part of a buffer: as a tensor, and the same memory as the backend's kernels take it.
+
+    by_group: the tensor's parts by its first dimension, for a buffer that has one for the groups of a block size.
+    """
 
     tensor: torch.Tensor
     kernel: Any
+    by_group: tuple[torch.Tensor, ...]
 
 
 class _Buffer:
@@ -68,12 +72,18 @@ class _Buffer:
         tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._kernel: Any = tensor.numpy() if arrays else tensor
         self._arrays = arrays
+        self._lengths: tuple[int, ...] | None = None
+        self._view = _View(tensor, self._kernel, ())
 
     def first(self, *lengths: int) -> _View:
-        """The first entries in each of the last dimensions."""
-        kernel = self._kernel[..., *map(slice, lengths)]
-        # An array is cut and wrapped in a third of the time that a tensor takes to be cut.
-        return _View(torch.from_numpy(kernel) if self._arrays else kernel, kernel)
+        """The first entries in each of the last dimensions. Asked for as many as last time, it has the view still."""
+        if lengths != self._lengths:
+            kernel = self._kernel[..., *map(slice, lengths)]
+            # An array is cut and wrapped in a third of the time that a tensor takes to be cut.
+            tensor = torch.from_numpy(kernel) if self._arrays else kernel
+            by_group = tensor.unbind() if tensor.dim() > len(lengths) else ()
+            self._view, self._lengths = _View(tensor, kernel, by_group), lengths
+        return self._view
 
 
 # Columns gathered beyond what the longest sequence of a lasting batch needs: when it has grown past them all rows are
@@ -227,7 +237,7 @@ class InputBuilder:
             positions=self._positions.first(padded_tokens),
             seq_lens=self._seq_lens.first(padded_reqs),
             slots=tuple(view.kernel for view in slots),
-            slot_tensors=self._by_group(view.tensor for view in slots),
+            slot_tensors=self._by_group(slots),
             gathered=[None] * len(self._sizes),
             widths=[],
             block_tables=(),
@@ -238,9 +248,9 @@ class InputBuilder:
         widths = [max(1, blocks_needed(plan.max_seq_len, same.block_size)) for same in self._sizes]
         if widths != views.widths:
             views.widths = widths
+            tables = zip(self._block_tables, widths, strict=True)
             views.block_tables = self._by_group(
-                buffer.first(views.padded_reqs, width).tensor
-                for buffer, width in zip(self._block_tables, widths, strict=True)
+                [buffer.first(views.padded_reqs, width) for buffer, width in tables]
             )
 
     def _run_kernels(
@@ -288,10 +298,9 @@ class InputBuilder:
                 gathered=gathered.kernel,
             )
 
-    def _by_group(self, of_sizes: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _by_group(self, of_sizes: Sequence[_View]) -> tuple[torch.Tensor, ...]:
         """Take what is stacked by block size apart, into the order of the groups."""
-        parts = [stacked.unbind() for stacked in of_sizes]
-        return tuple([parts[size][place] for size, place in self._homes])
+        return tuple([of_sizes[size].by_group[place] for size, place in self._homes])
 
     def _check_sizes(
         self, num_reqs: int, num_tokens: int, padded_reqs: int, padded_tokens: int

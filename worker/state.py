@@ -106,7 +106,7 @@ class WorkerState:
                 f"got {len(step.grown_block_ids)}"
             )
         lengths: Lengths = self.requests
-        held = tuple(same.num_blocks for same in self.block_tables.sizes)
+        held = tuple([same.num_blocks for same in self.block_tables.sizes])
         previous = self._previous
         if len(step.freed_rows) or step.admissions is not None:
             forecast = self._forecast(step)
@@ -254,8 +254,9 @@ class WorkerState:
         self.requests.add(admissions)
         for size, same in enumerate(self.block_tables.sizes):
             counts = admissions.num_blocks[same.groups[0]]
-            block_ids = np.stack([admissions.block_ids[group] for group in same.groups])
-            self.block_tables.replace(size, rows, counts, block_ids)
+            self.block_tables.replace(
+                size, rows, counts, _stacked(admissions.block_ids, same.groups)
+            )
             if self.changes is not None:
                 self.changes.add(table_changes.block_table(size), *ragged_cells(rows, counts))
                 self.changes.add(table_changes.num_blocks(size), rows)
@@ -266,11 +267,15 @@ class WorkerState:
     def _grow(
         self, size: int, rows: np.ndarray, counts: np.ndarray, grown: Sequence[np.ndarray]
     ) -> None:
-        groups = self.block_tables.sizes[size].groups
-        block_ids = (
-            grown[groups[0]] if len(groups) == 1 else np.stack([grown[group] for group in groups])
-        )
+        block_ids = _stacked(grown, self.block_tables.sizes[size].groups)
         cells = self.block_tables.append(size, rows, counts, block_ids)
         if self.changes is not None:
             self.changes.add(table_changes.block_table(size), *cells)
             self.changes.add(table_changes.num_blocks(size), rows)
+
+
+def _stacked(ids: Sequence[np.ndarray], groups: Sequence[int]) -> np.ndarray:
+    """The block ids of some groups, all of one length, as [groups, n]."""
+    if len(groups) == 1:
+        return ids[groups[0]][None]
+    return np.stack([ids[group] for group in groups])

@@ -40,7 +40,9 @@ def check_rows(rows: np.ndarray, max_num_seqs: int, what: str) -> None:
 def check_freed_rows(rows: np.ndarray, live: np.ndarray) -> None:
     """Only a live row can be freed."""
     check_rows(rows, len(live), "freed_rows")
-    if (i := _first(~live[rows])) is not None:
+    there = live[rows]
+    if not there.all():
+        i = there.argmin()
         raise ProtocolError(f"step: freed_rows: row {rows[i]} must be live, it is free already")
 
 
@@ -174,11 +176,11 @@ def _numbers_fit(admissions: Admissions, max_model_len: int) -> bool:
     So a negative penalty is not sure, nor is -0.
     """
     least, more = _range_of_numbers(max_model_len)
-    lengths, cached, prompts = admissions.numbers[:3]
+    lengths = admissions.num_tokens
     return bool(
         (admissions.numbers.view(np.uint32) - least <= more).all()
-        and (cached < lengths).all()
-        and (prompts <= lengths).all()
+        and (admissions.num_cached_tokens < lengths).all()
+        and (admissions.num_prompt_tokens <= lengths).all()
         and admissions.seeds.min() >= 0
     )
 

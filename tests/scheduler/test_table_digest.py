@@ -152,7 +152,7 @@ def test_columns_lie_side_by_side_and_are_cleared_together():
     columns.clear(i32(1, 4))
     for name in names:
         assert np.flatnonzero(getattr(columns, name) == 0).tolist() == [1, 4], name
-    columns.clear([0, 2, 3])
+    columns.clear(i32(0, 2, 3))
     assert not columns.words.any()
 
 
