@@ -60,6 +60,8 @@ class Add:
     priority: int = 0
     user: str = ""
     form: tuple[int, int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,8 @@ class Game:
                 stop_token_ids=() if move.stop is None else (move.stop,),
                 ignore_eos=move.ignore_eos,
                 structured_outputs=None if move.form is None else form(*move.form),
+                logprobs=move.logprobs,
+                prompt_logprobs=move.prompt_logprobs,
                 submit={"priority": priority, "user": move.user, "cache_salt": move.salt},
             )
 
@@ -206,6 +210,8 @@ class Game:
             stop_token_ids=before.params.stop_token_ids,
             ignore_eos=before.params.ignore_eos,
             structured_outputs=before.params.structured_outputs,
+            logprobs=before.params.logprobs,
+            prompt_logprobs=before.params.prompt_logprobs,
             submit={
                 "priority": before.priority,
                 "user": before.user,
@@ -314,6 +320,8 @@ adds = st.builds(
     priority=st.integers(-2, 2),
     user=st.sampled_from(["", "u", "v"]),
     form=st.none() | st.none() | st.tuples(st.integers(1, 3), st.integers(1, 12)),
+    logprobs=st.sampled_from([None, None, None, 2]),
+    prompt_logprobs=st.sampled_from([None, None, None, 0]),
 )
 MOVES = {  # one_of would drop the repeats that weigh a choice
     "add": (5, adds),
