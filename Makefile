@@ -29,8 +29,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/python -m rowcast.launch.demo
 
+# Two processes, one of which runs all that starts Ray (tests/conftest.py); plain `pytest` runs the same in one.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

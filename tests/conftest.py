@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,31 @@ import pytest
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# A shell's `make test &` ignores Ctrl-C, and so would every program that the tests start and then interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+RAY_TESTS = ("tests/cluster/", "tests/launch/test_demo.py", "tests/launch/test_serve.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of two processes (`pytest -n 2 --dist loadfile`), let one run all that starts Ray and the other the rest.
+
+    A Ray is a dozen processes that wait more than they compute: one at a time leaves a core to the other tests, and
+    nothing competes with it but them. Whoever is done first takes further files.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class RayTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(RAY_TESTS) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # tests/cluster/ first: the longest
+    return RayTogether(config, log)
 
 
 @pytest.fixture(scope="session")
