@@ -114,7 +114,8 @@ def _say_error(error: Exception) -> int:
     usage_message = getattr(error, "format_message", None)  # the parser's own errors
     if usage_message is not None:
         sentence = usage_message()
-        if not sentence:  # no arguments at all: the help was printed
+        if type(error).__name__ == "NoArgsIsHelpError":  # typer keeps its click to itself
+            print(sentence, file=sys.stderr)
             return EXIT_USER
         return _say(f"{sentence.rstrip('.')}; see rowcast --help", EXIT_USER)
     if isinstance(error, ValueError | FileNotFoundError | ConnectionError | PermissionError):

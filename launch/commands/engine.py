@@ -130,7 +130,9 @@ def _say_how_to_use(lines: StageLines, name: str, client_address: str | None, ad
     )
 
 
-def status(name: o.Name = "default", address: o.Address = None, as_json: o.AsJson = False) -> None:
+def status(
+    name: o.Name = "default", address: o.AddressOfEngine = None, as_json: o.AsJson = False
+) -> None:
     """Say what runs: the engine, its requests, its blocks."""
     from ...cluster.engine import engine_status
 
@@ -159,7 +161,7 @@ def _share(hits: int, queries: int) -> str:
     return f"{hits} of {queries} prompt tokens" + (f" ({hits / queries:.1%})" if queries else "")
 
 
-def stop(name: o.Name = "default", address: o.Address = None) -> None:
+def stop(name: o.Name = "default", address: o.AddressOfEngine = None) -> None:
     """Stop an engine, and the local Ray if rowcast started it."""
     from ...cluster.engine import stop_engine
     from ..served import interrupts_ignored

@@ -137,5 +137,14 @@ Address = Annotated[
         show_default=False,
     ),
 ]
+AddressOfEngine = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="The Ray cluster it runs on [default: where this machine started it, else RAY_ADDRESS]",
+        show_default=False,
+    ),
+]
 Name = Annotated[str, typer.Option(metavar="NAME", help="Tells engines on one Ray cluster apart")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON last")]
