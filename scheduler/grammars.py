@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 64  # compiled forms
 _MAX_THREADS = 8
-# A small model that may go on with white space does, to its token limit: indentation needs no more than this.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# Two line breaks, then an indentation. A small model that may go on with white space does, to its token limit.
+_WHITESPACE = r"(\x0D?\x0A){1,2}[\x20\x09]{0,32}|[\x20\x09]{1,32}"
 _MAX_REASON = 500  # characters of what a compiler says
 
 

@@ -23,8 +23,8 @@ class StructuredOutputsParams:
     json: a JSON schema, as text or as a dict (kept as text). regex: what the whole answer matches, in the syntax of
         Rust's regex crate. choice: the answers that are allowed, at least one. grammar: Lark as llguidance takes it, or
         GBNF. json_object: True for any JSON object.
-    disable_any_whitespace: JSON without any white space between its tokens, rather than at most 32 characters at a
-        place. It goes with json and json_object.
+    disable_any_whitespace: JSON without any white space between its tokens, rather than at most two line breaks and 32
+        blanks at a place. It goes with json and json_object.
 
     Raises: ValueError naming the field and what it may be.
     """

@@ -10,6 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 from rowcast.scheduler import front_messages, messages
+from rowcast.scheduler.agreement import StepPlan
 from rowcast.scheduler.config import SchedulerConfig
 from rowcast.scheduler.front_messages import (
     Abort,
@@ -33,6 +34,7 @@ from rowcast.scheduler.messages import (
 )
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.scheduler.scheduler import Scheduler
+from rowcast.tests.scheduler.fake_forms import FakeGrammars, form
 from rowcast.tests.scheduler.fakes import VOCAB_SIZE, FakeWorker, group, hash_model
 
 EPOCH = 77
@@ -66,7 +68,13 @@ class Rig:
             vocab_size=VOCAB_SIZE, max_model_len=64, max_num_seqs=4, max_waiting=4, depth=depth,
             prefix_caching=False,
         )  # fmt: skip
-        self.scheduler = Scheduler(config, (group(4),), usable + 1)
+        self.grammars = FakeGrammars(VOCAB_SIZE)
+        self.scheduler = Scheduler(
+            config,
+            (group(4),),
+            usable + 1,
+            grammars=self.grammars,  # type: ignore[arg-type]
+        )
         self.workers, self.fronts = Queue(), Queue()
         self.now = 1000.0
         self.waits: list[float | None] = []
@@ -75,6 +83,7 @@ class Rig:
         self.silent: set[int] = set()
         self.fake = FakeWorker(self.scheduler, hash_model)
         self.taken = 0
+        self.unmasked: tuple[int, StepPlan, SchedulerOutput] | None = None
         self.tamper = lambda sequence, digests, tokens: (digests, tokens)
         self.loop = SchedulerLoop(
             self.scheduler,
@@ -110,13 +119,29 @@ class Rig:
                         messages.encode_bye(epoch=EPOCH, sequence=frame.sequence, rank=rank)
                     )
                 elif rank == 0:
-                    assert isinstance(frame.body, SchedulerOutput)
-                    _, tokens = self.fake.execute(frame.body)
-                    digest = self.fake.state.digests.end(self.workers.sent[self.taken - 1])
-                    sampled = (tokens >= 0).any()
-                    digests = [digest] * self.num_ranks if sampled else []
-                    digests, tokens = self.tamper(frame.sequence, digests, tokens)
-                    self.result(tokens, digests, frame.sequence)
+                    self.carry_out(frame, self.workers.sent[self.taken - 1])
+
+    def carry_out(self, frame: messages.Frame, message: bytes) -> None:
+        """Rank 0's part of a step or mask."""
+        if isinstance(frame.body, SchedulerOutput):
+            assert self.unmasked is None, "a step came before the mask of the one before"
+            plan = self.fake.launch(frame.body)
+            digest = self.fake.state.digests.end(message)
+            if len(frame.body.masked_rows):
+                self.unmasked = frame.sequence, plan, frame.body
+                return
+            sequence, tokens = frame.sequence, self.fake.sample(plan)
+        else:
+            assert isinstance(frame.body, messages.Mask)
+            assert self.unmasked is not None, "a mask that no step waits for"
+            sequence, plan, step = self.unmasked
+            assert sequence == frame.body.step_sequence
+            self.unmasked = None
+            tokens = self.fake.sample(plan, step, frame.body)
+            digest = self.fake.state.digests.end(message)
+        digests = [digest] * self.num_ranks if (tokens >= 0).any() else []
+        digests, tokens = self.tamper(sequence, digests, tokens)
+        self.result(tokens, digests, sequence)
 
     def result(self, tokens: np.ndarray, digests: Sequence[int], sequence: int) -> None:
         result = StepResult(tokens=tokens, digests=np.array(digests, np.uint64).tobytes())
@@ -690,3 +715,97 @@ def test_the_snapshot_counts_what_happened():
         "bad_front_messages": 0,
         "fronts": 1,
     }
+
+
+# ---------------------------------------------------------------- masks
+
+
+def sent_kinds(rig: Rig) -> list[tuple[FrameKind, int]]:
+    return [(f.kind, f.sequence) for f in rig.frames() if f.kind is not FrameKind.HELLO]
+
+
+def test_a_mask_follows_its_step_once_the_step_before_has_settled():
+    """Depth 2: two steps are on their way; the later one's mask waits for the earlier one's tokens."""
+    rig = started(depth=2)
+    rig.on_wait = lambda: None
+    rig.submit(1, max_tokens=3, structured_outputs=form(5, 9))
+    rig.turns(3)
+    step, mask = FrameKind.STEP, FrameKind.MASK
+    assert sent_kinds(rig) == [(step, 1), (mask, 2), (step, 3)]
+    rig.work()
+    rig.turns(1)
+    assert sent_kinds(rig)[3:] == [(mask, 4), (step, 5)]
+    rig.on_wait = rig.work
+    rig.until_idle()
+    assert [token % 5 for _, token, _ in rig.heard()] == [0, 1, 2]
+    assert rig.loop.snapshot()["steps"] == 4
+
+
+def test_a_form_that_fails_is_refused_and_the_others_go_on():
+    """E-04, at the front: one sentence for its own request."""
+    rig = started()
+    rig.submit(1, structured_outputs={"regex": "bad"})
+    rig.submit(2)
+    rig.until_idle()
+    said = [entry for entry in rig.heard() if entry[0] == 1]
+    assert said == [(1, RefusalReason.INVALID, "the regex cannot be compiled")]
+    assert [code for number, _, code in rig.heard() if number == 2] == [0, 0, FinishCode.LENGTH]
+    rig.submit(1, structured_outputs=form(2, 1))  # mended, under the same key
+    rig.until_idle()
+    number, token, code = rig.heard()[-1]
+    assert (number, token % 2, code) == (1, 0, FinishCode.STOP)
+
+
+def test_the_loop_sleeps_while_a_form_is_compiled():
+    """It is woken by whoever compiles; with nothing else to do it waits for ever, and never spins."""
+    rig = started()
+    rig.grammars.at_once = False
+    rig.submit(1, structured_outputs=form(2, 1))
+    rig.loop.turn(None)
+    assert rig.loop.snapshot()["compiling"] == 1
+    rig.loop.turn(None)
+    assert rig.waits[-1] is None
+    rig.on_wait = lambda: (rig.grammars.finish(), rig.work())[0]
+    rig.until_idle()
+    assert [code for _, _, code in rig.heard()] == [FinishCode.STOP]
+
+
+def test_a_rank_that_samples_before_its_mask_stops_the_group():
+    rig = started(depth=2)
+    rig.on_wait = lambda: None
+    rig.submit(1, structured_outputs=form(5, 9))
+    rig.turns(2)
+    rig.work()
+    (first,) = rig.workers.inbox
+    rig.workers.inbox.clear()
+    rig.report(first)
+    rig.result(np.array([7], np.int32), [1, 1], 3)
+    rig.scheduler.make_mask = lambda: None  # its turn has not come
+    with pytest.raises(WorkerGroupError, match="result of step 3, which waits for its mask"):
+        rig.turns(1)
+
+
+def test_the_digest_covers_the_mask():
+    """A rank that was sent other bits would choose another token: it is named before a token is taken in."""
+    rig = started(num_ranks=2)
+    end = rig.fake.state.digests.end
+    rig.fake.state.digests.end = lambda frame: end(
+        frame[:-1] if frame[3] == FrameKind.MASK else frame
+    )
+    rig.submit(1, structured_outputs=form(5, 9))
+    with pytest.raises(WorkerGroupError, match="disagree with the scheduler, .* at step 1"):
+        rig.until_idle()
+
+
+def test_stop_between_a_step_and_its_mask_ends_like_any_other():
+    rig = started(depth=2)
+    rig.on_wait = lambda: None
+    rig.submit(1, structured_outputs=form(5, 9))
+    rig.turns(2)
+    rig.loop.stop()
+    rig.on_wait = lambda: [
+        rig.report(messages.encode_bye(epoch=EPOCH, sequence=9, rank=r)) for r in (0, 1)
+    ]
+    rig.loop.run()
+    assert rig.frames()[-1].kind is FrameKind.CONTROL
+    assert rig.heard()[-1][1] is RefusalReason.ENGINE_FAILED
