@@ -191,7 +191,7 @@ class Request:
             new = LogprobRows.join(rows.tokens[first:num_tokens])
             shown.put_tokens(first, new, self.answer.texts_of((new,)))
         if shown.num_prompt_rows < rows.num_prompt_rows:
-            prompt = LogprobRows.join(rows.prompt)
+            prompt = LogprobRows.join(list(rows.prompt))  # another thread may bring more meanwhile
             shown.put_prompt(1, prompt, self.answer.texts_of((prompt,)))
         return shown
 

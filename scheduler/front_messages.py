@@ -46,7 +46,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from .extras import LogprobRows, PromptRows
+from .extras import LogprobRows, PromptRows, check_values
 from .messages import MAX_REQUEST_ID_BYTES, ProtocolError, wire_text
 from .request_options import RequestOptions
 from .sampling_params import MAX_SEED, SamplingParams
@@ -416,6 +416,7 @@ def _logprobs(value: Any) -> dict[int, LogprobRows]:
     read = [LogprobRows.from_wire(rows, "outputs: logprobs") for rows in value[1]]
     if any(len(rows) != 1 for rows in read):
         raise ProtocolError("outputs: logprobs must have one row each")
+    check_values([("outputs: logprobs", rows) for rows in read])
     return dict(zip(places.tolist(), read, strict=True))
 
 
@@ -431,6 +432,7 @@ def _prompt_logprobs(value: Any) -> list[PromptRows]:
         if not first:
             raise ProtocolError("outputs: a prompt's first token has no log-probability")
         rows = LogprobRows.from_wire(entry[2], "outputs: prompt_logprobs")
+        rows.check("outputs: prompt_logprobs")
         read.append(PromptRows(number, first, rows))
     return read
 

@@ -302,7 +302,7 @@ def step_with(place: int, value) -> bytes:
             f"has protocol version {PROTOCOL_VERSION + 1}, this side speaks {PROTOCOL_VERSION}",
         ),
         (packed(True, 5, 0, 0), "has protocol version True"),
-        (packed(float(PROTOCOL_VERSION), 5, 0, 0), "has protocol version 3.0"),
+        (packed(float(PROTOCOL_VERSION), 5, 0, 0), "has protocol version 4.0"),
         (packed(PROTOCOL_VERSION, -5, 0, 0), "epoch must be an integer"),
         (packed(PROTOCOL_VERSION, 2**63, 0, 0), "epoch must be an integer"),
         (packed(PROTOCOL_VERSION, 5, 0, True), "sequence must be an integer"),

@@ -48,7 +48,7 @@ def on_parts(
 def assert_close(got: LogprobRows | None, expected: LogprobRows, tolerance: float) -> None:
     """The same ids and ranks, and values as near as that. What is read of the wire holds for both."""
     assert got is not None
-    assert LogprobRows.from_wire(got.to_wire(), "rows") == got
+    got.check("rows")
     np.testing.assert_array_equal(got.token_ids, expected.token_ids)
     np.testing.assert_array_equal(got.ranks, expected.ranks)
     np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=0, atol=tolerance)
@@ -85,7 +85,7 @@ def test_an_id_that_cannot_come_is_as_unlikely_as_a_float_says():
         assert rows.ranks.tolist() == [[6, 3, 3, 3, 6, 6]]
         assert rows.logprobs[0, 0] == np.finfo(np.float32).min
         np.testing.assert_allclose(rows.logprobs[0, 1:4], np.log(1 / 3), rtol=1e-6)
-        assert LogprobRows.from_wire(rows.to_wire(), "rows") == rows
+        rows.check("rows")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
