@@ -21,7 +21,7 @@ def random_schema(whim: random.Random, depth: int = 3) -> dict[str, Any]:
 
 
 def _value(whim: random.Random, depth: int) -> dict[str, Any]:
-    kinds = [_enum, _const, _integer, _number, _string, _pattern, _boolean, _null]
+    kinds = [_enum, _const, _integer, _small, _string, _pattern, _boolean, _null]
     if depth:
         kinds += [_array, _array, random_schema, random_schema, _one_of]
     return whim.choice(kinds)(whim, depth)
@@ -40,8 +40,7 @@ def _integer(whim: random.Random, depth: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": low, "maximum": low + whim.randint(0, 5_000)}
 
 
-def _number(whim: random.Random, depth: int) -> dict[str, Any]:
-    # A number may have any count of digits: what ends it is that both borders share the first ones, or the token limit.
+def _small(whim: random.Random, depth: int) -> dict[str, Any]:
     return {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": whim.randint(2, 99)}
 
 
