@@ -54,7 +54,9 @@ class Door:
             raise ValueError(f"{who}: the prompt is empty; give at least one token")
         self._in_vocabulary(submit.prompt_token_ids, f"{who}: prompt")
         self._in_vocabulary(submit.output_token_ids, f"{who}: earlier outputs")
-        self._in_vocabulary(np.array(submit.params.stop_token_ids, np.int64), f"{who}: stop ids")
+        self._in_vocabulary(
+            np.array(submit.params.stop_token_ids, np.int64), f"{who}: stop_token_ids"
+        )
         features = Features.of(submit.params, self._config.eos_token_ids)
         if features is not None:
             if len(submit.output_token_ids):  # a prompt's rows come no later than the first output

@@ -91,7 +91,7 @@ def test_ids_outside_the_vocabulary_are_refused(token):
         with pytest.raises(ValueError, match=rf"token id {token} .* \[0, {VOCAB_SIZE}\)"):
             bench.add(**bad)
     if token > 0:
-        with pytest.raises(ValueError, match=f"stop ids: token id {token}"):
+        with pytest.raises(ValueError, match=f"stop_token_ids: token id {token}"):
             bench.add([1], stop_token_ids=(5, token))
         for name, value in (
             ("logit_bias", {5: 1.0, token: 5}),
