@@ -75,12 +75,13 @@ class BlockPool:
             return
         at, mentions = self._distinct(ids)
         left = self.ref_counts[at] - mentions
-        if np.count_nonzero(left < 0):
+        idle = at
+        if left.any():  # mostly nobody else holds them
             wrong = at[left < 0].tolist()
             assert wrong != [0], "the null block was never handed out and cannot be freed"
-            raise AssertionError(f"blocks {wrong} were freed more often than held")
+            assert not wrong, f"blocks {wrong} were freed more often than held"
+            idle = at[left == 0]
         self.ref_counts[at] = left
-        idle = at[left == 0]
         self.num_free += len(idle)
         named = self.names[idle] != 0
         num_named = np.count_nonzero(named)

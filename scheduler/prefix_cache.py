@@ -101,6 +101,8 @@ class PrefixCache:
         views.sort(key=lambda view: view.spec.kind is not AttentionKind.FULL)
         self._views = views  # those of the whole prefix first
         self._num_full = sum(view.spec.kind is AttentionKind.FULL for view in views)
+        # The link that ends the first block of the first of those: mostly nobody knows it, and so no prefix at all.
+        self._first_link = views[0].spec.block_size // self.base - 1
         self._nothing_found = [np.zeros(0, np.intp) for _ in views]
         nothing = np.zeros(0, np.int32)
         self._no_hit = Hit(num_tokens=0, block_ids=tuple(nothing for _ in groups))
@@ -163,6 +165,8 @@ class PrefixCache:
         Changes nothing: touch the hit's blocks before any are allocated.
         """
         hit = min(num_tokens - 1, len(hashes) * self.base) // self.alignment * self.alignment
+        if not hit or (self._num_full and hashes[self._first_link] not in self._key_of_hash):
+            return self._no_hit
         keys = self._nothing_found.copy()
         for place in range(self._num_full):
             hit, keys[place] = self._served(self._views[place], hashes, hit)

@@ -420,7 +420,9 @@ class Scheduler:
             )  # without those that have ended since: all of theirs is back
             some = slice(None) if running is None else running
             self.memory.return_unseen(plan.batch.rows[some], plan.seq_lens[some])
-        late = [] if held is None else self._settle_late(tokens, record, np.flatnonzero(~held))
+        late = []
+        if held is not None and self._seats.num_detached:
+            late = self._settle_late(tokens, record, np.flatnonzero(~held))
         for request, why in failed:
             if request.status is not RequestStatus.FINISHED:
                 self._fail(request, why)

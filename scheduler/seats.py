@@ -98,7 +98,7 @@ class Seats:
 
     def free_rows_that_end(self) -> None:
         """Take back rows whose token in flight is their last by length; that token is delivered when it comes."""
-        rows = np.flatnonzero(self._table.num_tokens >= self._table.end_len)
+        rows = (self._table.num_tokens >= self._table.end_len).nonzero()[0]
         if len(rows):
             self._detach(rows, RequestStatus.ENDING)
 

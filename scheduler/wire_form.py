@@ -80,8 +80,10 @@ def same_length(array: np.ndarray, length: int, what: str) -> None:
 
 def lengths_add_up(lengths: np.ndarray, flat: np.ndarray, what: str) -> None:
     """Refuse lists behind one another that are not as long as their lengths say."""
-    total = int(lengths.sum(dtype=np.int64))
-    if len(lengths) and int(lengths.min()) < 0:
-        raise ProtocolError(f"{what}: a length is negative ({int(lengths.min())})")
-    if total != len(flat):
-        raise ProtocolError(f"{what} must have {total} entries as its lengths say, got {len(flat)}")
+    values = lengths.tolist()  # few, and Python's integers do not overflow
+    if values and min(values) < 0:
+        raise ProtocolError(f"{what}: a length is negative ({min(values)})")
+    if sum(values) != len(flat):
+        raise ProtocolError(
+            f"{what} must have {sum(values)} entries as its lengths say, got {len(flat)}"
+        )
