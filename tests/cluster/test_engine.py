@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -371,6 +372,28 @@ def test_two_ranks_score_what_a_client_asks_for(client: Client, cluster: Cluster
         if seen.outputs[0].token_ids:
             assert seen.prompt_logprobs == scored.prompt_logprobs
     cluster.wait_until(is_idle)
+
+
+def test_two_ranks_give_an_answer_the_form_that_a_client_asks_for(
+    client: Client, cluster: Cluster
+) -> None:
+    """Compiled in the scheduler's process, which wakes its loop. E-04: a form that is none ends its own request."""
+    form = {"regex": "[0-9]{3}(,[0-9]{3}){2}"}
+    params = SamplingParams(seed=5, n=2, max_tokens=40, structured_outputs=form)
+    shaped, plain = client.generate(["Hello", "Hello"], [params, GREEDY])
+    for answer in shaped.outputs:
+        assert re.fullmatch(form["regex"], answer.text)
+        assert answer.finish_reason == "stop"
+    assert len(plain.outputs[0].token_ids) == 12
+    stream = client.stream("Hello", replace(params, n=1))
+    assert list(stream)[-1].outputs[0] == shaped.outputs[0]
+    bad = replace(GREEDY, structured_outputs={"regex": "a("})
+    with pytest.raises(
+        ValueError, match=r"^prompts\[1\]: structured_outputs: the regex .*unclosed"
+    ):
+        client.generate(["Hello", "Hello"], [GREEDY, bad])
+    cluster.wait_until(is_idle)
+    assert cluster.status()["compiling"] == 0
 
 
 def test_n_answers_have_the_seeds_from_the_given_one_on(client: Client, cluster: Cluster) -> None:
