@@ -17,6 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from .commands import bench, engine, pull, replay, run
+from .commands.grouped_help import GroupedCommand
 
 EXIT_FAILED = 1
 EXIT_USER = 2
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich's tables cut the long option names on 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(run.run)
+app.command("run", cls=GroupedCommand)(run.run)
 app.command("serve")(engine.serve)
 app.command("status")(engine.status)
 app.command("stop")(engine.stop)

@@ -148,6 +148,11 @@ class LLM:
     def has_chat_template(self) -> bool:
         return self._text.has_chat_template
 
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the model's generation_config.json names, with what it recommends."""
+        return self._text.sampling_defaults
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without any gets: the recommendation of the model's generation_config.json."""
         return list_params(None, 1, self._text.sampling_defaults)[0]

@@ -18,6 +18,9 @@ def _default(config: type, field: str) -> Any:
     return config.__dataclass_fields__[field].default  # type: ignore[attr-defined]
 
 
+# The heading of what is no matter of the answer, where help has headings (`grouped_help.py`).
+_ENGINE = "Running the model"
+
 DEFAULT_MAX_NUM_SEQS: int = _default(SchedulerConfig, "max_num_seqs")
 DEFAULT_MAX_NUM_BATCHED_TOKENS: int = _default(SchedulerConfig, "max_num_batched_tokens")
 DEFAULT_PREFIX_CACHING: bool = _default(SchedulerConfig, "prefix_caching")
@@ -40,6 +43,7 @@ TensorParallelSize = Annotated[
         "-tp",
         metavar="N",
         help="Workers that share the model's heads; their counts need not divide",
+        rich_help_panel=_ENGINE,
     ),
 ]
 MaxNumSeqs = Annotated[
@@ -48,7 +52,7 @@ MaxNumSeqs = Annotated[
 ]
 MaxNumBatchedTokens = Annotated[
     int,
-    typer.Option(metavar="N", help="Tokens of one step, all requests"),
+    typer.Option(metavar="N", help="Tokens of one step, all requests", rich_help_panel=_ENGINE),
 ]
 MaxModelLen = Annotated[
     int | None,
@@ -56,17 +60,17 @@ MaxModelLen = Annotated[
         metavar="N",
         help="Tokens of one request, prompt and outputs together [default: the model's]",
         show_default=False,
+        rich_help_panel=_ENGINE,
     ),
 ]
 BlockSize = Annotated[
     int,
-    typer.Option(metavar="N", help="Tokens of one KV-cache block"),
+    typer.Option(metavar="N", help="Tokens of one KV-cache block", rich_help_panel=_ENGINE),
 ]
 GpuMemoryUtilization = Annotated[
     float,
     typer.Option(
-        metavar="SHARE",
-        help="Share of each GPU's memory to use",
+        metavar="SHARE", help="Share of each GPU's memory to use", rich_help_panel=_ENGINE
     ),
 ]
 KVCacheMemory = Annotated[
@@ -76,20 +80,27 @@ KVCacheMemory = Annotated[
         metavar="SIZE",
         help="KV cache of each rank: bytes, 512MiB, 2GiB [default: what fits a GPU; 512MiB on a CPU]",
         show_default=False,
+        rich_help_panel=_ENGINE,
     ),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(metavar="|".join(DTYPES), help="Numbers to compute with"),
+    typer.Option(metavar="|".join(DTYPES), help="Numbers to compute with", rich_help_panel=_ENGINE),
 ]
 Device = Annotated[
-    str, typer.Option(metavar="|".join(DEVICES), help="Where workers run; a GPU if there is one")
+    str,
+    typer.Option(
+        metavar="|".join(DEVICES),
+        help="Where workers run; a GPU if there is one",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 KernelBackend = Annotated[
     str,
     typer.Option(
         metavar="|".join(KERNEL_BACKENDS),
         help="Triton on a GPU, Numba on a CPU",
+        rich_help_panel=_ENGINE,
     ),
 ]
 NumThreads = Annotated[
@@ -98,6 +109,7 @@ NumThreads = Annotated[
         metavar="N",
         help="CPU threads of each rank [default: this machine's cores, divided among the ranks]",
         show_default=False,
+        rich_help_panel=_ENGINE,
     ),
 ]
 PrefixCaching = Annotated[

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from . import options as o
+from . import sampling_options as so
 
 
 def run(
@@ -28,16 +29,19 @@ def run(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The chat's system message")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to answer at most")] = 256,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Keep the K likeliest; 0 keeps all")] = 0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling repeatable")] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the model's end of text")
-    ] = False,
+    max_tokens: so.MaxTokens = None,
+    min_tokens: so.MinTokens = None,
+    temperature: so.Temperature = None,
+    top_k: so.TopK = None,
+    top_p: so.TopP = None,
+    min_p: so.MinP = None,
+    seed: so.Seed = None,
+    presence_penalty: so.PresencePenalty = None,
+    frequency_penalty: so.FrequencyPenalty = None,
+    repetition_penalty: so.RepetitionPenalty = None,
+    stop: so.Stop = None,
+    bad_word: so.BadWord = None,
+    ignore_eos: so.IgnoreEos = False,
     tensor_parallel_size: o.TensorParallelSize = 1,
     max_num_batched_tokens: o.MaxNumBatchedTokens = o.DEFAULT_MAX_NUM_BATCHED_TOKENS,
     max_model_len: o.MaxModelLen = None,
@@ -52,15 +56,21 @@ def run(
     """Answer one prompt. The text goes to stdout as it comes; progress and figures go to stderr."""
     from rich.console import Console
 
-    from ...scheduler.sampling_params import SamplingParams
     from ..llm import LLM
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
+    fields = so.given(
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        bad_words=bad_word,
         ignore_eos=ignore_eos,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -89,6 +99,7 @@ def run(
             chat = llm.has_chat_template
         if system is not None and not chat:
             raise ValueError(f"--system belongs to a chat, and {model} has no chat template")
+        params = so.sampling_params(fields, llm.sampling_defaults)
         messages = [{"role": "user", "content": text}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
@@ -106,4 +117,8 @@ def run(
         print(flush=True)
         first = first or end
         rate = f", then {(num_tokens - 1) / (end - first):.1f} tokens/s" if num_tokens > 1 else ""
-        print(f"{num_tokens} tokens; the first after {first - start:.2f} s{rate}", file=sys.stderr)
+        how = so.description(params, fields, llm.sampling_defaults)
+        print(
+            f"{num_tokens} tokens; the first after {first - start:.2f} s{rate}; {how}",
+            file=sys.stderr,
+        )
