@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,21 @@ def heads(num_kv_heads: int, group: int, head_dim: int, **more: Any) -> dict[str
     }
 
 
-def make_model(folder: Path, architecture: str, *, seed: int = 0, **sizes: Any) -> Path:
-    """Save a random model; `architecture` is the first part of transformers' class names, sizes are its config's.
+def make_model(
+    folder: Path,
+    architecture: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    num_files: int = 1,
+    **sizes: Any,
+) -> Path:
+    """Save a random model, in so many files.
 
-    Logits lie far enough apart that rounding decides nothing. Norms and biases are random too: where they start, at 1
-    and 0, a mistake would not show. A tied embedding is small: a larger one outweighs the layers, and each token
-    repeats the one before it whatever attention saw.
+    architecture is the first part of transformers' class names, sizes are its config's. Logits lie far enough apart
+    that rounding decides nothing. Norms and biases are random too: where they start, at 1 and 0, a mistake would not
+    show. A tied embedding is small: a larger one outweighs the layers, and each token repeats the one before it
+    whatever attention saw.
     """
     import torch
     import transformers
@@ -56,8 +66,15 @@ def make_model(folder: Path, architecture: str, *, seed: int = 0, **sizes: Any) 
                 parameter.uniform_(centre - 0.5, centre + 0.5)
         if config.tie_word_embeddings:
             model.model.embed_tokens.weight.normal_(0.0, 0.02)
-    model.save_pretrained(folder)
-    return folder
+    model.to(getattr(torch, dtype))
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    # Tensors are not cut, so a file is seldom full: tried, from files of almost twice a share down.
+    for parts in range(5 * num_files, 96 * num_files, num_files):
+        model.save_pretrained(folder, max_shard_size=8 * num_bytes // parts + 1)
+        if len(list(folder.glob("*.safetensors"))) == num_files:
+            return folder
+        shutil.rmtree(folder)
+    raise AssertionError(f"no size of a file gives {num_files} files")
 
 
 def with_config(folder: Path, to: Path, changes: dict[str, Any]) -> Path:

@@ -5,6 +5,8 @@ The arithmetic is in `layers/`, the split in `sharding.py`, what a mixture of ex
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 from ..architectures import QKNorm
@@ -24,8 +26,8 @@ from .weights import Checkpoint
 class LayerLoader:
     """Fills this rank's fused matrices from the checkpoint's separate ones.
 
-    A matrix that a `Linear` packs is read into memory that is used again for the next one: what malloc would be given
-    back between packed ones it keeps as holes, up to as many bytes again as the weights.
+    A matrix that a `Linear` packs is read into memory that is used again for the next one: what malloc is given back
+    between packed ones it keeps as holes, up to as many bytes again as the weights.
     """
 
     def __init__(
@@ -44,15 +46,15 @@ class LayerLoader:
         self._dtype = dtype
         self._device = device
         self._packs = packs(dtype, device)
-        self._scratch = self._empty(0)
+        self._scratch = torch.empty(0)
 
     def _matrix(self, rows: int, columns: int) -> torch.Tensor:
         """Room for a `Linear`'s weight."""
         if not self._packs:
             return self._empty(rows, columns)
         if self._scratch.numel() < rows * columns:
-            self._scratch = self._empty(0)  # the old one goes before the new one comes
-            self._scratch = self._empty(rows * columns)
+            self._scratch = torch.empty(0)  # the old one goes before the new one comes
+            self._scratch = _borrowed(rows * columns, self._dtype)
         return self._scratch[: rows * columns].view(rows, columns)
 
     def _empty(self, *shape: int) -> torch.Tensor:
@@ -137,8 +139,13 @@ class LayerLoader:
             # Beside a config that ties it a head that differs is one of its own, as in transformers.
             stored = self._stored_rows(head)
             tied = tied and stored.dtype == rows.dtype and torch.equal(stored, rows)
-        # What is not packed is kept, and a mapped file is not for that: so it is copied, and moved to the device.
-        linear = Linear(stored.to(self._dtype) if self._packs else self._copied(stored))
+        if not self._packs:
+            linear = Linear(self._copied(stored))
+        elif stored.dtype == self._dtype:
+            linear = Linear(stored)
+        else:
+            widened = _borrowed(stored.numel(), self._dtype).view(stored.shape)
+            linear = Linear(widened.copy_(stored))
         if not tied:
             return self._copied(rows), linear
         return rows if linear.weight is None else linear.weight, linear
@@ -279,6 +286,11 @@ class LayerLoader:
 
     def _output_bias(self, name: str, present: bool) -> torch.Tensor | None:
         return self._vector(f"{name}.bias", self._config.hidden_size) if present else None
+
+
+def _borrowed(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that goes back to the system as soon as it is let go; malloc keeps a block of less than 32 MiB."""
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
 
 
 def _items(heads: range, head_dim: int) -> range:
