@@ -13,11 +13,13 @@ import torch
 
 from ..scheduler.agreement import Asked, StepPlan, asked_of_step
 from ..scheduler.messages import Extras, LogprobRows, RowExtras
+from .backend import Backend
 from .models.decoder import Decoder
 from .parallel import TensorParallelGroup
 from .request_states import RequestStates
 from .sampler.host_copy import HostCopy
 from .sampler.logprobs import Logprobs
+from .sampler.sampler import NAN_SCORES
 
 _PIECE_BYTES = (
     32 * 2**20
@@ -51,8 +53,8 @@ class StepScores:
         flat = np.concatenate(
             [one.flat_token + np.arange(len(one.targets), dtype=np.int64) for one in asked]
         )
-        flat_tokens = torch.from_numpy(flat).to(hidden.device)
-        targets = torch.from_numpy(np.concatenate([one.targets for one in asked])).to(hidden.device)
+        flat_tokens = _on_device(flat, hidden)
+        targets = _on_device(np.concatenate([one.targets for one in asked]), hidden)
         num_best = max(one.num_prompt_best for one in asked)
         pieces = [
             self._logprobs.of(decoder.logits(hidden, piece), of_piece, num_best)
@@ -72,13 +74,13 @@ class StepScores:
         if len(self._places) == len(logits):
             self._raw = logits.clone() if adjusted else logits
         elif len(self._places):
-            self._raw = logits.index_select(0, torch.from_numpy(self._places).to(logits.device))
+            self._raw = logits.index_select(0, _on_device(self._places, logits))
 
     def score_sampled(self, tokens: torch.Tensor) -> None:
         """Score what was chosen. Shapes: tokens [num_sampling] int32, on the logits' device."""
         if self._raw is None:
             return
-        places = torch.from_numpy(self._places).to(tokens.device)
+        places = _on_device(self._places, tokens)
         num_best = max(one.num_best or 0 for one in self._sampled)
         scored = self._logprobs.of(self._raw, tokens.index_select(0, places), num_best)
         self._raw = None
@@ -116,20 +118,25 @@ class StepScores:
         ids, bits, ranks = self._copies[what].fetch()
         logprobs = bits.view(np.float32)
         if np.isnan(logprobs).any():
-            raise RuntimeError(
-                "the model computed NaN instead of scores; its weights are damaged (download them again), or the "
-                "dtype is too narrow for it (try --dtype float32)"
-            )
+            raise RuntimeError(NAN_SCORES)
         return LogprobRows(token_ids=ids, logprobs=logprobs, ranks=ranks)
+
+
+def _on_device(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Without waiting for the device: what is not pinned is staged at once."""
+    return torch.from_numpy(array).to(like.device, non_blocking=True)
 
 
 class Scorer:
     """Makes each step's `StepScores`. Shapes: vocab_rows_of_rank as for `Logprobs`."""
 
     def __init__(
-        self, vocab_rows_of_rank: tuple[range, ...], parallel: TensorParallelGroup
+        self,
+        vocab_rows_of_rank: tuple[range, ...],
+        parallel: TensorParallelGroup,
+        backend: Backend,
     ) -> None:
-        self._logprobs = Logprobs(vocab_rows_of_rank, parallel)
+        self._logprobs = Logprobs(vocab_rows_of_rank, parallel, backend)
         longest = max(map(len, vocab_rows_of_rank))  # so that all ranks cut alike
         self.rows_at_once = max(1, _PIECE_BYTES // (4 * longest))
 

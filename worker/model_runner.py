@@ -154,7 +154,7 @@ class ModelRunner:
             )
         vocab_rows = vocab_rows_of_ranks(self.model_config, self.config.world_size)
         self._sampler = Sampler(vocab_rows, self._parallel, self._backend)
-        self._scorer = Scorer(vocab_rows, self._parallel)
+        self._scorer = Scorer(vocab_rows, self._parallel, self._backend)
 
     @property
     def max_num_blocks(self) -> int:

@@ -21,9 +21,11 @@ from rowcast.tests.worker.generation import (
     score,
 )
 from rowcast.tests.worker.rank_pool import RankPool
+from rowcast.worker.backend import select_backend
 from rowcast.worker.parallel import TensorParallelGroup
 from rowcast.worker.sampler.logprobs import Logprobs
 
+BACKEND = select_backend("cpu", "cpu")
 ASKED = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2)
 
 
@@ -38,7 +40,7 @@ def on_parts(
         mine = ranges[group.rank]
         part = logits[:, mine.start : mine.stop]
         ids, bits, ranks = (
-            Logprobs(ranges, group).of(part, torch.tensor(token_ids), num_best).numpy()
+            Logprobs(ranges, group, BACKEND).of(part, torch.tensor(token_ids), num_best).numpy()
         )
         return LogprobRows(token_ids=ids, logprobs=bits.view(np.float32), ranks=ranks)
 
@@ -156,7 +158,7 @@ def test_rows_are_those_of_transformers(llama, logits_after, options, asked):
     import dataclasses
 
     params = dataclasses.replace(ASKED, **asked)
-    prompts = PROMPTS[-3:] if "kernel_backend" in options else PROMPTS
+    prompts = PROMPTS[-2:] if "kernel_backend" in options else PROMPTS
     if "kernel_backend" in options:
         params = dataclasses.replace(params, max_tokens=3)
     runner = make_runner(llama, **options)

@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import torch
 
+from ..backend import Backend
 from ..parallel import TensorParallelGroup
 from . import candidates, keys
 
-_ROWS_AT_ONCE = 8  # of a float64 copy of the logits
-_LOWEST = -1e300  # below any float32, and -inf less this is -inf, not NaN
+_LOWEST = torch.finfo(torch.float32).min
 
 
 class Logprobs:
     """Shapes: vocab_rows_of_rank has the vocabulary ids of every rank, in rank order, together [0, vocab_size)."""
 
     def __init__(
-        self, vocab_rows_of_rank: tuple[range, ...], parallel: TensorParallelGroup
+        self,
+        vocab_rows_of_rank: tuple[range, ...],
+        parallel: TensorParallelGroup,
+        backend: Backend,
     ) -> None:
         self._parallel = parallel
+        self._backend = backend
         self._rows = vocab_rows_of_rank[parallel.rank]
         self._vocab_size = sum(map(len, vocab_rows_of_rank))
 
@@ -44,12 +48,9 @@ class Logprobs:
         is_here = (places >= 0) & (places < num_here)
         own = logits.gather(1, places.clamp(0, num_here - 1).unsqueeze(1)).squeeze(1)
         own = own.masked_fill(~is_here, float("-inf"))
-        offer = (
-            self._best(logits, num_best),
-            _words(own),
-            _words(logits.amax(dim=1)),
-            _words(_mass(logits)),
-        )
+        highest = logits.amax(dim=1).clamp_(min=_LOWEST)  # all of a rank's may be -inf
+        mass = self._mass(logits, highest)
+        offer = (self._best(logits, num_best), _words(own), _words(highest), _words(mass))
         gathered = self._parallel.all_gather(torch.cat(offer, dim=1).contiguous())
         found, own, highest, masses = gathered.split([num_best, 1, 1, 1], dim=2)
         own, highest = _floats(own).amax(dim=0).float(), _floats(highest).float()
@@ -61,10 +62,18 @@ class Logprobs:
         wide = scores.double() - highest.amax(dim=0).double().unsqueeze(1)
         logprobs = (wide - total.log().unsqueeze(1)).float()
         # -inf travels no further: an id that cannot come is as unlikely as float32 can say.
-        logprobs = logprobs.clamp(min=torch.finfo(torch.float32).min)
+        logprobs = logprobs.clamp(min=_LOWEST)
         ids = torch.cat((token_ids.long().unsqueeze(1), keys.ids_of(best)), dim=1)
         ranks = self._ranks(logits, scores)
         return torch.stack((ids.int(), logprobs.view(torch.int32), ranks.int()))
+
+    def _mass(self, logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+        """The sum of exp(logit - highest) of each row on this rank: [n] float64."""
+        out = torch.empty(len(logits), dtype=torch.float64, device=logits.device)
+        rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        above = torch.full_like(out, candidates.NO_CANDIDATE, dtype=torch.int64)  # all ids
+        self._backend.softmax_mass(logits, rows, highest, above, out=out)
+        return out
 
     def _best(self, logits: torch.Tensor, num_best: int) -> torch.Tensor:
         """The keys of each row's best ids on this rank: [n, num_best] int64, NO_CANDIDATE where there are no more."""
@@ -88,16 +97,6 @@ class Logprobs:
         among = (best.unsqueeze(1) >= best.unsqueeze(2)).sum(dim=2)
         of_best = torch.where(best == ends[:, 1:], counts[1].unsqueeze(1), among)
         return torch.cat((counts[0].unsqueeze(1), of_best), dim=1)
-
-
-def _mass(logits: torch.Tensor) -> torch.Tensor:
-    """The sum of exp(logit - highest logit) of each row: [n] float64, 0 where all are -inf."""
-    parts = []
-    for part in logits.split(_ROWS_AT_ONCE):
-        wide = part.double()
-        highest = wide.amax(dim=1, keepdim=True).clamp_(min=_LOWEST)
-        parts.append(wide.sub_(highest).exp_().sum(dim=1))
-    return torch.cat(parts)
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,12 @@ from ..parallel import TensorParallelGroup
 from . import candidates, keys, min_p, noise, redraw, temperature, top_k, top_p
 from .adjustments import Adjustments
 from .exchange import Offer, exchange
+from .host_copy import HostCopy
+
+NAN_SCORES = (
+    "the model computed NaN instead of scores; its weights are damaged (download them again), or the dtype is too "
+    "narrow for them (use bfloat16 or float32)"
+)
 
 # Candidates a rank offers for a row with top-p or min-p alone; how many it takes is known only afterwards.
 TOP_P_CANDIDATES = 128
@@ -71,27 +77,18 @@ class Choice:
         self.tokens = tokens
         self._num_ranks = len(digests)
         self._best = best
-        words = torch.cat((digests, best, tokens.long()))
-        self._arrived = None
-        self._host = words
-        if words.is_cuda:
-            self._host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-            self._host.copy_(words, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(words.device))
+        self._words = HostCopy(torch.cat((digests, best, tokens.long())))
 
     def ready(self) -> bool:
         """Whether `fetch` would return at once."""
-        return self._arrived is None or self._arrived.query()
+        return self._words.ready()
 
     def fetch(self) -> Sampled:
         """Wait until the tokens are here.
 
         Raises: RuntimeError if the scores were NaN.
         """
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        digests, best, tokens = self._host.split(
+        digests, best, tokens = torch.from_numpy(self._words.fetch()).split(
             [self._num_ranks, len(self._best), len(self.tokens)]
         )
         _refuse_nan(best)
@@ -351,10 +348,7 @@ def _ids_of_best(best: torch.Tensor) -> np.ndarray:
 def _refuse_nan(found: torch.Tensor) -> None:
     """Raises: RuntimeError if a key's score is NaN. Nothing compares with it: the choice would be id 0, or none."""
     if bool((keys.scores_of(found).isnan() & (found != candidates.NO_CANDIDATE)).any()):
-        raise RuntimeError(
-            "the model computed NaN instead of scores; its weights are damaged (download them again), or the dtype "
-            "is too narrow for them (use bfloat16 or float32)"
-        )
+        raise RuntimeError(NAN_SCORES)
 
 
 def _index(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
