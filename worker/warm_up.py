@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..scheduler.kv_groups import KVGroupSpec
-from ..scheduler.messages import Admissions, SchedulerOutput
+from ..scheduler.messages import Admissions, Features, SchedulerOutput
 from .config import WorkerConfig
 
 _PROMPT_LEN = 2
@@ -24,6 +24,8 @@ _KINDS = (
     (1.0, 5, 0.9, 0.0),
     (1.0, 0, 1.0, 0.1),
 )
+
+_ASKED = Features(logprobs=1, prompt_logprobs=1)  # row 0 is scored as well
 
 
 def warm_up_steps(
@@ -77,7 +79,7 @@ def _admit(rows: np.ndarray, prompt_len: int, blocks_of_row: Sequence[int]) -> A
         presence_penalty=np.zeros(num_rows, np.float32),
         frequency_penalty=np.zeros(num_rows, np.float32),
         repetition_penalty=np.ones(num_rows, np.float32),
-        features=(None,) * num_rows,
+        features=(_ASKED, *[None] * (num_rows - 1)),
         num_blocks=tuple(np.full(num_rows, count, np.int32) for count in blocks_of_row),
         block_ids=tuple(block_ids),
     )
