@@ -10,7 +10,7 @@ import pytest
 from rowcast import LLM, SamplingParams
 
 PROMPTS = ["The capital of France is", "Once upon a time there was a cat. The cat"]
-MAX_TOKENS = 20
+MAX_TOKENS = 12
 MODEL_ENDS = (0, 2)
 
 

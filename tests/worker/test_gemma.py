@@ -165,7 +165,7 @@ def test_gemma_3_270m_says_what_transformers_says(gemma_dir: Path):
             )
         expected.append(out[0, len(prompt) :].tolist())
     del model
-    runner = make_runner(gemma_dir, max_model_len=1600, max_num_batched_tokens=512, num_threads=2)
+    runner = make_runner(gemma_dir, max_model_len=1600, max_num_batched_tokens=512, num_threads=1)
     groups = runner.group_specs
     assert [len(group.layers) for group in groups] == [3] * 6
     assert [group.window for group in groups] == [0] + [512] * 5
