@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.config import ClusterConfig, EngineSpec
 from ..scheduler.config import MAX_DEPTH, SCHEDULING_POLICIES, SchedulerConfig
-from ..worker.config import WorkerConfig
+from ..worker.config import DTYPES, WorkerConfig
 from .models import default_cache_home, resolve_model
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class EngineOptions:
     model: a name that `rowcast pull` knows, or a Hugging Face folder. tensor_parallel_size: how many workers share it.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens a step. max_model_len: tokens of one
         request, prompt and outputs together; None takes the model's own.
+    quantization: None; what vLLM names here is refused, since no weights are computed with in less than 16 bits yet.
     kv_cache_memory: bytes a rank, or text such as "512MiB"; None takes what gpu_memory_utilization leaves on a GPU, 512
         MiB on a CPU. num_threads: a rank's CPU threads; None divides this machine's cores among the ranks.
     enable_prefix_caching: find the blocks of earlier prompts again. scheduling_policy: who is next, "fcfs" (by
@@ -99,6 +100,7 @@ class EngineOptions:
 
     model: str
     dtype: str = "auto"
+    quantization: str | None = None
     tensor_parallel_size: int = 1
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -120,6 +122,11 @@ class EngineOptions:
         if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
             raise ValueError(f"model must be a model's name or folder, got {self.model!r}")
         object.__setattr__(self, "model", os.fspath(self.model))
+        if self.quantization is not None:
+            raise ValueError(
+                f"quantization {self.quantization!r} is not supported yet: rowcast computes in "
+                f"{', '.join(DTYPES[1:])} (see dtype); leave it out"
+            )
         for name in (
             "tensor_parallel_size",
             "max_num_seqs",

@@ -78,6 +78,7 @@ class LLM:
         model: str | os.PathLike[str],
         *,
         dtype: str = "auto",
+        quantization: str | None = None,
         tensor_parallel_size: int = 1,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
@@ -100,6 +101,7 @@ class LLM:
         options = EngineOptions(
             model=os.fspath(model) if isinstance(model, os.PathLike) else model,
             dtype=dtype,
+            quantization=quantization,
             tensor_parallel_size=tensor_parallel_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

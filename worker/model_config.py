@@ -15,6 +15,7 @@ from .architectures import ARCHITECTURES, QKNorm, Windows
 from .config_reader import ConfigReader, read_json, short
 from .expert_config import ExpertConfig, read_expert_config
 from .layer_kinds import LayerKind, read_layer_kinds
+from .quantization import refuse_quantized
 
 TORCH_DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -126,6 +127,7 @@ class ModelConfig:
         architecture = ARCHITECTURES[name]
         values = {**architecture.defaults, **said}
         reader = ConfigReader(path, values)
+        refuse_quantized(path, values)
         for key, neutral in NEUTRAL_VALUES.items():
             if key not in architecture.computes:
                 reader.refuse_unless(key, neutral)

@@ -32,6 +32,7 @@ def throughput(
     gpu_memory_utilization: o.GpuMemoryUtilization = o.DEFAULT_GPU_MEMORY_UTILIZATION,
     kv_cache_memory: o.KVCacheMemory = None,
     dtype: o.Dtype = "auto",
+    quantization: o.Quantization = None,
     device: o.Device = "auto",
     kernel_backend: o.KernelBackend = "auto",
     num_threads: o.NumThreads = None,
@@ -50,6 +51,7 @@ def throughput(
     with LLM(
         model,
         dtype=dtype,
+        quantization=quantization,
         tensor_parallel_size=tensor_parallel_size,
         address=address,
         max_num_seqs=max_num_seqs,

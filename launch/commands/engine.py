@@ -37,6 +37,7 @@ def serve(
     gpu_memory_utilization: o.GpuMemoryUtilization = o.DEFAULT_GPU_MEMORY_UTILIZATION,
     kv_cache_memory: o.KVCacheMemory = None,
     dtype: o.Dtype = "auto",
+    quantization: o.Quantization = None,
     device: o.Device = "auto",
     kernel_backend: o.KernelBackend = "auto",
     num_threads: o.NumThreads = None,
@@ -64,6 +65,7 @@ def serve(
     options = EngineOptions(
         model=model,
         dtype=dtype,
+        quantization=quantization,
         tensor_parallel_size=tensor_parallel_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

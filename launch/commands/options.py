@@ -87,6 +87,8 @@ Dtype = Annotated[
     str,
     typer.Option(metavar="|".join(DTYPES), help="Numbers to compute with", rich_help_panel=_ENGINE),
 ]
+# vLLM's option. Hidden, since every value is refused so far, each by its name.
+Quantization = Annotated[str | None, typer.Option(metavar="METHOD", hidden=True)]
 Device = Annotated[
     str,
     typer.Option(

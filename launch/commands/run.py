@@ -49,6 +49,7 @@ def run(
     gpu_memory_utilization: o.GpuMemoryUtilization = o.DEFAULT_GPU_MEMORY_UTILIZATION,
     kv_cache_memory: o.KVCacheMemory = None,
     dtype: o.Dtype = "auto",
+    quantization: o.Quantization = None,
     device: o.Device = "auto",
     kernel_backend: o.KernelBackend = "auto",
     num_threads: o.NumThreads = None,
@@ -83,6 +84,7 @@ def run(
     with LLM(
         model,
         dtype=dtype,
+        quantization=quantization,
         tensor_parallel_size=tensor_parallel_size,
         max_num_seqs=1,
         max_num_batched_tokens=max_num_batched_tokens,

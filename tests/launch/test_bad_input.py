@@ -111,6 +111,7 @@ def test_an_architecture_that_rowcast_does_not_compute(command_line, tiny, tmp_p
         (["--kv-cache-memory", "plenty"], "kv_cache_memory must be bytes"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization must be a number in (0, 1]"),
         (["--dtype", "int3"], "dtype must be one of auto, float32, bfloat16, float16"),
+        (["--quantization", "int8"], "quantization 'int8' is not supported yet"),
         (["--scheduling-policy", "sjf"], "scheduling_policy must be one of fcfs, priority, fair"),
         (["--depth", "0"], "depth must be a whole number, at least 1, got 0"),
         (["--long-prefill-token-threshold", "-1"], "long_prefill_token_threshold must be"),

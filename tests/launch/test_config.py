@@ -101,6 +101,8 @@ def test_other_sizes_are_refused(text):
             "scheduling_policy must be one of fcfs, priority, fair, got 'lottery'",
         ),
         ("dtype", "int3", "dtype must be one of auto, float32, bfloat16, float16"),
+        ("quantization", "int8", "quantization 'int8' is not supported yet"),
+        ("quantization", "awq", "quantization 'awq' is not supported yet"),
         ("kernel_backend", "magic", "kernel_backend must be one of"),
         ("device", "tpu", "device must be one of"),
         ("name", "../up", "name must be"),

@@ -294,13 +294,24 @@ def test_eos_ids_are_those_of_both_files(tmp_path: Path):
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
             "rope_parameters has full_attention and no rope_type",
         ),
-        ({"compression_config": {"format": "int4"}}, "compression_config = "),
+        ({"compression_config": {"format": "int4"}}, "quantized (compressed-tensors)"),
+        ({"compression_config": 4}, "compression_config = 4"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, 'layer_types has "sliding_att'),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = "),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq, 4 bits)"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized (awq)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized (fp8)"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+            "quantized (compressed-tensors)",
+        ),
+        ({"quantization_config": {"config_groups": {}}}, "quantized (compressed-tensors)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized (bitsandbytes)"),
+        ({"quantization_config": {"load_in_8bit": True}}, "quantized (bitsandbytes)"),
+        ({"quantization_config": {}}, "quantization_config = {}"),
         ({"num_local_experts": 8}, "num_local_experts = 8"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"logits_scaling": 8.0}, "logits_scaling = 8.0"),
@@ -370,6 +381,22 @@ def test_what_gemma_may_not_say_is_refused_by_name(tmp_path: Path, changes, name
     assert named in str(caught.value)
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "method"),
+    [
+        ("quantize_config.json", "gptq"),
+        ("quant_config.json", "awq"),
+        ("hf_quant_config.json", "modelopt"),
+    ],
+)
+def test_a_file_beside_config_json_says_it_too(tmp_path: Path, file: str, method: str):
+    """Older folders of quantized weights have an ordinary config.json, and tensors that it does not speak of."""
+    folder = folder_with(tmp_path)
+    (folder / file).write_text("{}")
+    with pytest.raises(ValueError, match=rf"{file}: the weights are quantized \({method}\)"):
+        ModelConfig.from_folder(folder)
 
 
 KEYS = sorted(
