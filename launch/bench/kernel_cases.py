@@ -1,4 +1,4 @@
-"""What `bench kernels` runs: a paged cache to attend to and to write, a decode step's inputs to gather, and experts.
+"""What `bench kernels` runs: a paged cache to attend to and to write, a step's inputs to gather, experts, and sampling.
 
 Each case can check the kernels that it will run against their torch references; a kernel that is wrong must not be
 timed. Measures nothing itself.
@@ -244,6 +244,61 @@ class ExpertsCase:
                 f"grouped_gemm ({backend.name}): differs from its reference by {error:.2e}, "
                 f"at most {allowed:.0e} is rounding; not timed"
             )
+
+
+class SamplingCase:
+    """Rows of normal logits, spread as a model's are, to choose from with noise; and the mass of each row.
+
+    Shapes: logits [num_copies, rows, ids] float32.
+    """
+
+    def __init__(self, rows: int, ids: int, *, num_copies: int, device: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn((num_copies, rows, ids), generator=generator).mul_(3.0)
+        self._logits = logits.to(device)
+        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self._temperature = torch.full((rows,), 0.8, device=device)
+        streams = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+        self._streams = streams.to(device)
+        self._highest = self._logits.amax(dim=2)
+        self._above = torch.full_like(self._streams, -(2**63))  # all ids
+        self._best = torch.empty_like(self._streams)
+        self._mass = torch.empty(rows, dtype=torch.float64, device=device)
+
+    def choose(self, kernel: Any, copy: int, *, num_rows: int | None = None) -> torch.Tensor:
+        some = slice(num_rows)
+        kernel(
+            self._logits[copy],
+            self._rows[some],
+            self._temperature[some],
+            self._streams[some],
+            out=self._best[some],
+        )
+        return self._best[some]
+
+    def mass(self, kernel: Any, copy: int, *, num_rows: int | None = None) -> torch.Tensor:
+        some = slice(num_rows)
+        kernel(
+            self._logits[copy],
+            self._rows[some],
+            self._highest[copy, some],
+            self._above[some],
+            out=self._mass[some],
+        )
+        return self._mass[some]
+
+    def check(self, backend: Backend) -> None:
+        """Raises: ValueError if the first row's best key is not the reference's, bit by bit, or its mass is not."""
+        got = self.choose(backend.gumbel_argmax, 0, num_rows=1).clone()
+        right = torch.equal(got, self._of_reference("gumbel_argmax"))
+        _refuse_unless(right, "gumbel_argmax", backend)
+        got = self.mass(backend.softmax_mass, 0, num_rows=1).clone()
+        right = torch.allclose(got, self._of_reference("softmax_mass"), rtol=1e-12, atol=0)
+        _refuse_unless(right, "softmax_mass", backend)
+
+    def _of_reference(self, name: str) -> torch.Tensor:
+        call = self.choose if name == "gumbel_argmax" else self.mass
+        return call(_reference(name), 0, num_rows=1)
 
 
 def _refuse_unless(right: bool, kernel: str, backend: Backend) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...worker.backend import Backend, select_backend
-from .kernel_cases import AttentionCase, ExpertsCase, InputsCase
+from .kernel_cases import AttentionCase, ExpertsCase, InputsCase, SamplingCase
 
 _PEAK_BYTES = 256 * 1024 * 1024
 
@@ -43,15 +43,17 @@ def bench_kernels(
     expert_layers: int = 2,
     expert_tokens: tuple[int, int] = (32, 512),
     input_rows: int = 1024,
+    sampling: tuple[tuple[int, int], ...] = ((64, 49_152), (256, 128_256)),
     repeats: int = 20,
 ) -> dict[str, Any]:
-    """Measure attention in decode, prefill and a sliding window, the KV write, the experts' product, the input kernels.
+    """Measure attention in decode, prefill and a sliding window, KV write, the experts' product, inputs and sampling.
 
     Units: ms and us are medians of one call with the tenth and ninetieth percentile beside them; GB is 10**9 bytes;
         a call of attention or of the KV write is one layer.
     Example: the defaults are SmolLM2-135M: 32 decoding requests of 192 tokens, 8 prompts of 128; the window is that of
         Gemma 3 270M on 2,048 tokens, with the same requests' full attention beside it; experts (how many, how many a
-        token takes, n, k) are gate and up of Granite 3 1B-A400M, for a decode step and a prefill of expert_tokens.
+        token takes, n, k) are gate and up of Granite 3 1B-A400M, for a decode step and a prefill of expert_tokens;
+        sampling is rows and vocabulary ids, those of SmolLM2 and of Llama 3.
     Raises: ValueError if a kernel differs from its reference, or if device and kernel_backend do not go together.
     """
     if device == "auto":
@@ -146,6 +148,11 @@ def bench_kernels(
             "rows": input_rows,
             **_inputs(backend, input_rows, num_groups, repeats, device),
         }
+
+    for rows, ids in sampling:
+        figures[f"sampling_{rows}_x_{ids}"] = _sampling(
+            backend, rows, ids, repeats, device, read_gb_s
+        )
     return figures
 
 
@@ -211,6 +218,25 @@ def _inputs(
         f"{name}_us": round(float(np.median(_time(call, 20, repeats, device))) * 1e6, 2)
         for name, call in calls.items()
     }
+
+
+def _sampling(
+    backend: Backend, rows: int, ids: int, repeats: int, device: str, read_gb_s: float
+) -> dict[str, Any]:
+    """The two kernels over whole rows of logits, beside what reading them once would take at the peak."""
+    num_copies = min(max(2, _PEAK_BYTES // (8 * rows * ids)), 8)  # more than a processor keeps
+    case = SamplingCase(rows, ids, num_copies=num_copies, device=device)
+    case.check(backend)
+    calls: dict[str, Callable[[int], object]] = {
+        "gumbel_argmax": partial(case.choose, backend.gumbel_argmax),
+        "softmax_mass": partial(case.mass, backend.softmax_mass),
+    }
+    figures = {}
+    for name, call in calls.items():
+        spent = _time(call, num_copies, repeats, device)
+        moved = rows * ids * 4 / 1e9
+        figures[name] = {**_milliseconds(spent), **_share("gb_s", moved, spent, read_gb_s)}
+    return figures
 
 
 def _time(call: Callable[[int], object], rounds: int, repeats: int, device: str) -> np.ndarray:

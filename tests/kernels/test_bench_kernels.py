@@ -20,6 +20,7 @@ TINY = {
     "experts": (3, 2, 8, 12),
     "expert_tokens": (2, 7),
     "input_rows": 8,
+    "sampling": ((3, 500),),
     "repeats": 2,
     "num_threads": 1,
 }
@@ -41,6 +42,8 @@ def test_every_kernel_has_a_figure_and_all_fit_into_json():
     for name, tokens in (("decode_experts", 2), ("prefill_experts", 7)):
         assert figures[name]["tokens"] == tokens
         assert figures[name]["ms"] > 0
+    for name in ("gumbel_argmax", "softmax_mass"):
+        assert figures["sampling_3_x_500"][name]["share_of_peak"] > 0
     for num_groups in (1, 6):
         assert set(figures[f"inputs_of_{num_groups}_groups"]) == {
             "rows",
@@ -91,6 +94,8 @@ def _late(right):
         ("block_table_gather", _one_off),
         ("slot_mapping", _one_off),
         ("grouped_gemm", _one_off),
+        ("gumbel_argmax", _one_off),
+        ("softmax_mass", _one_off),
     ],
 )
 def test_a_wrong_kernel_is_not_timed(monkeypatch, kernel, break_it):
