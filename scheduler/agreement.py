@@ -84,16 +84,16 @@ class Batch:
         self.query_start_loc = cells[num_reqs : 2 * num_reqs + 1]
         cells[-1] = num_reqs
         self.index_mapping[:] = rows
-        self.query_start_loc[:] = np.arange(num_reqs + 1)
+        self.query_start_loc[: num_decodes + 1] = np.arange(num_decodes + 1, dtype=np.int32)
         if num_decodes < num_reqs:
-            more = num_scheduled_tokens[num_decodes:] - 1
-            self.query_start_loc[num_decodes + 1 :] += more.cumsum(dtype=np.int32)
+            ends = num_scheduled_tokens[num_decodes:].cumsum()
+            self.query_start_loc[num_decodes + 1 :] = ends + num_decodes
         self.num_tokens = int(self.query_start_loc[-1])
         self.rows = rows.astype(np.intp, copy=False)
         self.places: np.ndarray | slice = self.rows
         self._first_seq_lens = steady_seq_lens
         self._turns: dict[int, list[np.ndarray]] = {}
-        self.all_sample = self.is_steady or bool(samples.all())
+        self.all_sample = self.is_steady or np.count_nonzero(samples) == num_reqs
         if self.is_steady and num_reqs:  # in row order, so side by side if they span no more
             first, last = int(self.rows[0]), int(self.rows[-1])
             if last - first + 1 == num_reqs:
@@ -198,7 +198,8 @@ def plan_step(
         default[paused_rows] = False
     decodes = default.nonzero()[0]
     computed = lengths.num_computed_tokens[decodes]
-    if computed.all() and (not len(run_rows) or run_counts.min() > 1):
+    have_context = np.count_nonzero(computed) == len(computed)
+    if have_context and (not len(run_rows) or run_counts.min() > 1):
         if len(run_rows):
             return _plan_of_decodes_and_prompts(lengths, decodes, computed, run_rows, run_counts)
         return _plan_of_decodes(decodes, computed, is_steady=not len(paused_rows))

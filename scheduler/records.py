@@ -65,7 +65,7 @@ class StepRecord(NamedTuple):
         if self.occupants.version == table.version:
             return None
         held = table.generation[self.plan.batch.rows] == self.occupants.generations
-        return None if held.all() else held
+        return None if np.count_nonzero(held) == len(held) else held
 
 
 class Records:

@@ -62,6 +62,7 @@ class RowBlocks:
 
     Shapes, per group: num_blocks and num_returned [max_num_seqs] int32; block_ids [max_num_seqs, max_blocks] int32, 0
     beyond num_blocks and in the first num_returned cells, which lie left of the group's window.
+    row_capacity: the blocks that a row has room for, of all groups.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RowBlocks:
         window_of = {group: same for same in self.windows for group in same.groups}
         never = np.zeros(max_num_seqs, np.int32)
         every_group = range(len(groups))
+        self.row_capacity = sum(same.block_ids.shape[2] * len(same.groups) for same in self.sizes)
         self.num_blocks = tuple(size_of[group].num_blocks for group in every_group)
         self.num_returned = tuple(
             window_of[group].num_returned if group in window_of else never for group in every_group

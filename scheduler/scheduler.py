@@ -326,10 +326,12 @@ class Scheduler:
         return cap if cap and len(self._registry) > 1 else self.config.max_model_len
 
     def _num_new_blocks(self, share: Share) -> int:
-        """Count the blocks that running rows need in this step; 0 if the pool has them in any case and nobody waits."""
+        """Count the blocks that running rows need in this step; at most, where the pool has them in any case."""
         table, most = self.table, self.blocks.most_growth(self.table.num_live, share.run_counts)
-        if most <= self.pool.num_free and not len(self.waiting):
-            return 0
+        newcomers = self._seats.num_free * self.blocks.row_capacity if len(self.waiting) else 0
+        promises = len(share.prompts) and len(self.waiting)
+        if most + newcomers <= self.pool.num_free and not promises:
+            return most
         if not len(share.prompts) and not len(share.paused_rows):  # then everyone computes all
             return self.blocks.num_missing(table.num_tokens)
         scheduled = scheduled_tokens(table, share.run_rows, share.run_counts, share.paused_rows)
@@ -344,7 +346,7 @@ class Scheduler:
         left, admitted, hits, long_rows, long_counts = share.left, [], [], [], []
         promised = self.memory.promised(self.table, share)
         num_free = self.pool.num_free - num_new_blocks - promised
-        while left and self._seats.any_free:
+        while left and self._seats.num_free:
             request = self.waiting.head()
             if request is None or request.num_in_flight:
                 break

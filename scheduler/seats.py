@@ -41,9 +41,9 @@ class Seats:
         return len(self._detached)
 
     @property
-    def any_free(self) -> bool:
-        """Tell whether a row is vacant."""
-        return bool(self._free)
+    def num_free(self) -> int:
+        """Count the vacant rows."""
+        return len(self._free)
 
     @property
     def any_freed(self) -> bool:
