@@ -58,6 +58,14 @@ def _flag(field: str, value: Any) -> None:
         raise ValueError(f"{field} must be True or False, got {short(value)}")
 
 
+def _check_unicode(field: str, text: str) -> None:
+    """No text ever holds half a character."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(
+            f"{field} must be valid Unicode, got {short(text)}; remove the lone surrogate"
+        )
+
+
 def _stop_strings(value: Any) -> tuple[str, ...]:
     """Bring `stop` to a tuple. Whatever its size, only its first few entries are looked at."""
     allowed = f"a string or a list of at most {MAX_STOP_STRINGS} strings, none of them empty"
@@ -71,11 +79,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     for entry in listed:
         if not isinstance(entry, str) or not entry:
             raise ValueError(f"stop must be {allowed}, got the entry {short(entry)}")
-        if any("\ud800" <= character <= "\udfff" for character in entry):
-            # no text would ever hold it
-            raise ValueError(
-                f"stop must be valid Unicode, got {short(entry)}; remove the lone surrogate"
-            )
+        _check_unicode("stop", entry)
     return tuple(listed)
 
 
@@ -135,6 +139,7 @@ def _bad_words(value: Any) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_LEN:
             raise ValueError(f"bad_words must be {allowed}, got {short(word)}")
+        _check_unicode("bad_words", word)
     return words
 
 

@@ -141,6 +141,7 @@ def test_max_tokens_below_one_is_refused(max_tokens):
         ("bad_words", [""], "a list of strings of 1 to 256 characters"),
         ("bad_words", [3], "a list of strings of 1 to 256 characters"),
         ("bad_words", ["a" * 257], "a list of strings of 1 to 256 characters"),
+        ("bad_words", ["a\ud800"], "valid Unicode, got 'a"),
         ("bad_words", ["a"] * 257, "at most 256 entries, got 257"),
         ("allowed_token_ids", range(10**12), "at most 1048576 entries, got 1000000000000"),
         ("stop_token_ids", np.array(1), "a list of token ids"),
