@@ -1,7 +1,11 @@
-"""The acceptance of log-probabilities: 20 prompts on two real models, against transformers' own logits, to 1e-3."""
+"""The acceptance of log-probabilities: prompts on two real models, against transformers' own logits, to 1e-3.
+
+ROWCAST_LOGPROB_PROMPTS=20 takes all prompts; a suite that everyone waits for takes a few.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,14 +14,15 @@ import pytest
 from rowcast import LLM, Logprob, RequestOutput, SamplingParams
 
 TOLERANCE = 1e-3
+NUM_PROMPTS = int(os.environ.get("ROWCAST_LOGPROB_PROMPTS", "5"))
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
     "def fibonacci(n):\n",
     "a",
+    "Äpfel, naïve café, 東京 and 🙂:",
     "1, 2, 3, 4, 5, 6, 7,",
     "Q: Why is the sky blue?\nA:",
-    "Äpfel, naïve café, 東京 and 🙂:",
     "The quick brown fox",
     "<html><body>",
     "To be, or not to be",
@@ -64,7 +69,7 @@ def check_rows(
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma"])
-def test_log_probabilities_of_twenty_prompts_are_those_of_transformers(request, model: str):
+def test_log_probabilities_are_those_of_transformers(request, model: str):
     """Of the prompts and of what follows, and the text is the same."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,12 +82,13 @@ def test_log_probabilities_of_twenty_prompts_are_those_of_transformers(request, 
         folder, dtype="float32", num_threads=1, max_num_seqs=20, max_model_len=64,
         max_num_batched_tokens=64,
     ) as llm:  # fmt: skip
-        outputs = llm.generate(PROMPTS, asked)
+        outputs = llm.generate(PROMPTS[:NUM_PROMPTS], asked)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     largest = 0.0
     for output in outputs:
         largest = max(largest, check_output(output, reference, tokenizer))
+    print(f"{model}: {len(outputs)} prompts, at most {largest:.1e} apart")
     assert largest < TOLERANCE
 
 
