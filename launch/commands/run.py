@@ -41,6 +41,7 @@ def run(
     repetition_penalty: so.RepetitionPenalty = None,
     stop: so.Stop = None,
     bad_word: so.BadWord = None,
+    json_schema: so.JsonSchema = None,
     ignore_eos: so.IgnoreEos = False,
     tensor_parallel_size: o.TensorParallelSize = 1,
     max_num_batched_tokens: o.MaxNumBatchedTokens = o.DEFAULT_MAX_NUM_BATCHED_TOKENS,
@@ -72,6 +73,7 @@ def run(
         repetition_penalty=repetition_penalty,
         stop=stop,
         bad_words=bad_word,
+        structured_outputs=so.json_form(json_schema),
         ignore_eos=ignore_eos,
     )
     text = sys.stdin.read() if prompt == "-" else prompt

@@ -7,11 +7,13 @@ answers greedily, unless an option asks for chance: an option never goes without
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ...scheduler.sampling_params import SamplingParams
+from ...scheduler.structured_outputs import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 256
 _CHANCE = (
@@ -86,10 +88,30 @@ BadWord = Annotated[
     list[str] | None,
     _option("--bad-word", metavar="TEXT", help="Never answer this; may be given several times"),
 ]
+JsonSchema = Annotated[
+    str | None,
+    _option("--json-schema", metavar="FILE|JSON", help="Answer with JSON of this schema"),
+]
 IgnoreEos = Annotated[
     bool,
     typer.Option("--ignore-eos", help="Go on past the model's end of text", rich_help_panel=_PANEL),
 ]
+
+
+def json_form(schema: str | None) -> StructuredOutputsParams | None:
+    """What --json-schema asks for: a schema's text, or the file that holds it.
+
+    Raises: ValueError if the file cannot be read, or holds no JSON object.
+    """
+    if schema is None:
+        return None
+    if not schema.lstrip().startswith("{"):
+        try:
+            schema = Path(schema).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"--json-schema: {schema} cannot be read: {why}") from None
+    return StructuredOutputsParams(json=schema)
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -90,6 +90,20 @@ def test_run_asks_the_engine_for_what_it_was_given(tiny_model, tmp_path, capsys)
     assert said not in answer(bad_word=[said])[0]
     assert answer(stop=[said])[0] == text[: text.index(said)]
     assert answer(min_tokens=8)[1].startswith("8 tokens; ")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [12, null]}')
+    for given_as in (str(schema), schema.read_text()):
+        shaped = answer(json_schema=given_as, max_tokens=5, ignore_eos=False)[0]
+        assert json.loads(shaped) in (12, None)
+
+
+def test_a_schema_that_is_no_file_and_no_schema_is_refused_before_the_model():
+    for given_as, told in (
+        ("no/such.json", r"--json-schema: no/such\.json cannot be read: No such file"),
+        ("{", "structured_outputs: json must be a JSON schema"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            run("no/such/model", "hi", json_schema=given_as)
 
 
 def test_help_has_a_heading_for_each_kind_of_option(capsys):
