@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from rowcast.tests.worker.sampling import random_logits, rows_of, sample
+from rowcast.worker.sampler.sampler import SamplingRows
 
 OPTIONS = [
     {},
@@ -66,15 +68,45 @@ def assert_as_often(counts: np.ndarray, chances: np.ndarray) -> None:
 )
 @pytest.mark.parametrize("asked", OPTIONS, ids=str)
 def test_frequencies_follow_the_exact_softmax(asked: dict, vocab_size: int, draws: int):
-    """Both ways through a row: its candidates settle it, or it is gathered whole (a large k, a small min-p)."""
+    """SA-02. Both ways through a row: its candidates settle it, or it is gathered whole (a large k, a small min-p)."""
     logits = random_logits(1, vocab_size, seed=3, spread=2.0)[0]
-    counts = np.zeros(vocab_size, np.int64)
-    at_once = 20_000_000 // vocab_size
+    assert_as_often(drawn(logits, draws, **asked), probabilities(logits, **asked))
+
+
+@pytest.mark.parametrize("asked", OPTIONS, ids=str)
+def test_frequencies_in_triton(asked: dict):
+    """SA-02 in the kernels that a GPU runs. Few draws: interpreted, each takes milliseconds."""
+    logits = random_logits(1, 1_000, seed=3, spread=2.0)[0]
+    counts = drawn(logits, 60, kernel_backend="triton", **asked)
+    assert_as_often(counts, probabilities(logits, **asked))
+
+
+def test_triton_draws_what_numba_draws():
+    """Token by token, at 50,257 ids with every filter: so the frequencies above hold for a GPU as well."""
+    logits = random_logits(1, 50_257, seed=3, spread=2.0)[0].expand(len(OPTIONS), -1)
+    one_each = [
+        rows_of(1, seeds=5, positions=np.array([position]), **asked)
+        for position, asked in enumerate(OPTIONS)
+    ]
+    fields = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    rows = SamplingRows(
+        **{name: np.concatenate([getattr(row, name) for row in one_each]) for name in fields}
+    )
+    tokens = sample(logits, rows, kernel_backend="triton").tolist()
+    assert tokens == sample(logits, rows).tolist()
+    assert len(set(tokens)) > 3
+
+
+def drawn(logits: torch.Tensor, draws: int, *, kernel_backend="cpu", **asked: Any) -> np.ndarray:
+    """How often each id came: positions 0, 1, 2, ... of one seed."""
+    counts = np.zeros(len(logits), np.int64)
+    at_once = 20_000_000 // len(logits)
     for first in range(0, draws, at_once):
         count = min(at_once, draws - first)
         rows = rows_of(count, seeds=11, positions=np.arange(first, first + count), **asked)
-        counts += np.bincount(sample(logits.expand(count, -1), rows), minlength=vocab_size)
-    assert_as_often(counts, probabilities(logits, **asked))
+        tokens = sample(logits.expand(count, -1), rows, kernel_backend=kernel_backend)
+        counts += np.bincount(tokens, minlength=len(logits))
+    return counts
 
 
 def test_min_p_keeps_what_is_likely_enough():
