@@ -17,7 +17,7 @@ from ..scheduler.kv_groups import KVGroupSpec
 from ..scheduler.messages import Mask, SchedulerOutput, StepResult
 from .backend import Backend, select_backend
 from .config import WorkerConfig
-from .device import resolve_device
+from .device import resolve_device, resolve_dtype
 from .input_batch import InputBatch, InputBuilder
 from .kv_cache import KVCache, max_num_blocks, pool_block_bytes
 from .layer_groups import group_specs
@@ -127,7 +127,12 @@ class ModelRunner:
         self._backend: Backend = select_backend(
             config.kernel_backend, self.device, num_threads=config.num_threads
         )
-        self.dtype = _dtype(config.dtype, self.model_config, self.device, self._backend)
+        self.dtype = resolve_dtype(
+            config.dtype,
+            self.model_config.torch_dtype,
+            self.device,
+            kernel_backend=self._backend.name,
+        )
         self.group_specs: tuple[KVGroupSpec, ...] = group_specs(
             self.model_config, config.block_size
         )
@@ -316,12 +321,3 @@ def finish(outcome: StepResult | PendingStep | UnmaskedStep) -> StepResult:
     """The result of a step without masked rows, waited for if need be."""
     assert not isinstance(outcome, UnmaskedStep), "the step waits for its mask"
     return outcome.result() if isinstance(outcome, PendingStep) else outcome
-
-
-def _dtype(name: str, config: ModelConfig, device: torch.device, backend: Backend) -> torch.dtype:
-    """auto follows the checkpoint on a GPU, and is float32 on a CPU, whose own kernels are float32 alone."""
-    if name == "auto":
-        name = config.torch_dtype if device.type == "cuda" else "float32"
-    if backend.name == "cpu" and name != "float32":
-        raise ValueError(f"dtype {name} needs a GPU; on a CPU use float32 (or auto)")
-    return getattr(torch, name)

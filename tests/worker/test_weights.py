@@ -108,14 +108,15 @@ def test_a_checkpoint_in_several_files_loads_as_one(folder: Path):
     assert generate(make_runner(folder), prompts, greedy(6)) == expected
 
 
-def test_sixteen_bit_checkpoints_are_widened(tmp_path: Path):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_checkpoints_are_widened(tmp_path: Path, dtype: torch.dtype):
     folder = make_llama(tmp_path)
 
-    def to_bfloat16(tensors):
+    def narrowed(tensors):
         for name in tensors:
-            tensors[name] = tensors[name].bfloat16()
+            tensors[name] = tensors[name].to(dtype)
 
-    rewrite(folder, to_bfloat16)
+    rewrite(folder, narrowed)
     narrow = generate(make_runner(folder), [[1, 2, 3]], greedy(6))
 
     def to_float32(tensors):
