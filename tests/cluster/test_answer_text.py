@@ -214,7 +214,10 @@ def test_the_first_complete_string_is_found_however_the_text_is_cut() -> None:
 
 
 def test_the_text_is_the_same_however_the_tokens_come(text_of_bytes: TextProcessor) -> None:
-    """Single bytes, some of them broken: against the whole text cut at the first stop, by trying every end."""
+    """O-01: one, 5, 10 or all tokens at a time, single bytes, some broken: the pieces add up to the whole text.
+
+    The reference cuts the whole text at the first stop, by trying every end.
+    """
     rng = random.Random(11)
     stopped = 0
     for _ in range(200):
@@ -240,7 +243,7 @@ def test_the_text_is_the_same_however_the_tokens_come(text_of_bytes: TextProcess
         end, string = next(ends, (len(whole), None))
         expected = whole[: end - len(string) * (not include)] if string else whole
         stopped += string is not None
-        for size in (1, 3, len(ids)):
+        for size in (1, 5, 10, len(ids)):
             answer, released = AnswerText(text_of_bytes, [], params), ""
             for start in range(0, len(ids), size):
                 over = start + size >= len(ids)
@@ -265,9 +268,10 @@ def test_the_text_is_the_same_however_the_tokens_come(text_of_bytes: TextProcess
     ],
 )
 def test_bad_stop_values_are_refused(stop, says) -> None:
-    """F03."""
+    """F03. Null, as JSON has it, is fine."""
     with pytest.raises(ValueError, match=rf"^stop must be .*{says}"):
         SamplingParams(stop=stop)
+    assert SamplingParams(stop=None).stop == ()
 
 
 @pytest.mark.parametrize(

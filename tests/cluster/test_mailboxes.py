@@ -161,6 +161,7 @@ def test_how_much_of_the_prompt_was_cached_comes_with_the_first_token(world: Wor
 
 
 def test_tokens_come_in_order_with_their_text(world: World) -> None:
+    """O-01: each as it comes, the first one alone; the end leaves nothing to come."""
     number = world.open(ANNA, 0)
     h, i, mark = world.ids("hi!")
     assert world.deliver(number, [h]) == ({ANNA}, [], [])

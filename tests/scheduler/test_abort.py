@@ -30,18 +30,18 @@ def test_cancelling_while_queued():
 
 
 def test_abort_before_the_first_step_is_not_told_to_workers():
-    """S10 (a): a request that never had a row or a block raised when they were given back."""
+    """S10 (a), O-07: a request that never had a row or a block raised when they were given back. It gave no token."""
     bench = long_prompt()
     bench.abort(0)
     assert bench.issue() is None
     bench.drain()
-    assert bench.ends == {0: FinishCode.ABORT}
+    assert (bench.ends, bench.outputs) == ({0: FinishCode.ABORT}, {})
     assert bench.free == 8
     bench.check_empty()
 
 
 def test_abort_between_chunks_frees_the_row_in_the_next_message():
-    """S10 (b): 32 of 64 tokens computed, 2 blocks held; afterwards there is nothing to say, and no spinning."""
+    """S10 (b), O-07: 32 of 64 tokens computed, 2 blocks held; afterwards there is nothing to say, and no spinning."""
     bench = long_prompt()
     bench.step()
     bench.step()
@@ -51,6 +51,19 @@ def test_abort_between_chunks_frees_the_row_in_the_next_message():
     assert bench.step() == {}
     assert bench.last_step.freed_rows.tolist() == [0]
     assert bench.issue() is None
+    assert bench.outputs == {}
+    bench.check_empty()
+
+
+def test_what_came_before_an_abort_is_kept():
+    """O-07: after one token and two more it has three, and the reason is the abort."""
+    bench = Bench()
+    bench.add(5, max_tokens=9)
+    for _ in range(3):
+        bench.step()
+    bench.abort(0)
+    bench.run()
+    assert (bench.ends, len(bench.outputs[0])) == ({0: FinishCode.ABORT}, 3)
     bench.check_empty()
 
 

@@ -33,8 +33,11 @@ def kept_ids(scores: torch.Tensor, k: np.ndarray, p: np.ndarray) -> list[set[int
     return [set(row[mask].tolist()) for row, mask in zip(ids, stays, strict=True)]
 
 
-@pytest.mark.parametrize(("batch", "vocab_size"), [(1, 1024), (32, 1024), (8, 32_000)])
+@pytest.mark.parametrize(
+    ("batch", "vocab_size"), [(1, 1024), (512, 1024), (8, 32_000), (2, 128_256)]
+)
 def test_kept_ids_equal_those_of_a_full_sort(batch, vocab_size):
+    """SA-05, SA-06: exactly, a quarter of each filter off."""
     rng = np.random.default_rng(batch)
     scores = torch.from_numpy(rng.standard_normal((batch, vocab_size)).astype(np.float32) * 4)
     k = np.where(rng.random(batch) < 0.25, 0, rng.integers(1, 100, batch)).astype(np.int32)
@@ -45,6 +48,7 @@ def test_kept_ids_equal_those_of_a_full_sort(batch, vocab_size):
 
 
 def test_extreme_k_and_p_keep_what_they_say():
+    """SA-05, SA-06: k 1, all, 2 and all but one; neither; p 0.01 keeps the best, and others of one batch their own."""
     scores = torch.from_numpy(np.random.default_rng(0).standard_normal((6, 300)).astype(np.float32))
     kept = kept_ids(
         scores,
@@ -54,6 +58,9 @@ def test_extreme_k_and_p_keep_what_they_say():
     assert [len(ids) for ids in kept[:5]] == [1, 300, 2, 299, 300]
     assert len(kept[5]) >= 1
     assert int(scores[5].argmax()) in kept[5]
+    p = np.array([0.1, 0.5, 0.9, 1.0], np.float32)
+    for row, ids in enumerate(kept_ids(scores[:4], np.zeros(4, np.int32), p)):
+        assert ids == keep_by_sorting(scores[row].numpy(), 0, float(p[row]))
 
 
 def test_top_p_takes_the_fewest_that_reach_p():

@@ -78,7 +78,10 @@ def test_one_kv_head_is_held_by_every_rank(world_size, q_heads):
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 5, 7, 10])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
 def test_every_query_head_has_one_owner_who_holds_its_kv_head(num_kv_heads, group):
-    """T01, as DESIGN.md section 5 has it: any rank count up to the query heads works, divisible or not."""
+    """T01, as DESIGN.md section 5 has it: any rank count up to the query heads works, divisible or not.
+
+    Its own numbers, 40 query heads and 10 KV heads, are 10 in groups of 4.
+    """
     num_heads = num_kv_heads * group
     for world_size in range(1, num_heads + 1):
         owned = []
