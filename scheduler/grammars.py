@@ -26,6 +26,7 @@ MAX_KEPT = 64  # compiled forms
 _MAX_THREADS = 8
 # Two line breaks, then an indentation. A small model that may go on with white space does, to its token limit.
 _WHITESPACE = r"(\x0D?\x0A){1,2}[\x20\x09]{0,32}|[\x20\x09]{1,32}"
+_MAX_ITEMS = 20_000  # that a parser follows side by side, about 1 ms of work: a schema of thousands of optional keys
 _MAX_REASON = 500  # characters of what a compiler says
 
 
@@ -58,7 +59,7 @@ class Matcher:
     def check(self) -> None:
         """Set `error` if the matcher has given up: at a token that its form does not have, or at a limit."""
         if not self.error and self._matcher.is_error():
-            self.error = _reason(self._matcher.get_error())
+            self.error = _cannot_go_on(self._matcher.get_error())
 
 
 class Grammars:
@@ -123,19 +124,15 @@ class Grammars:
     ) -> None:
         if compiled.cancelled():
             return
-        error = compiled.exception()
-        if error is None:
+        try:
             matcher = Matcher(compiled.result().deep_copy())
             matcher.take(outputs)
-            then(
-                f"earlier outputs do not have its form: {matcher.error}"
-                if matcher.error
-                else matcher
-            )
-        else:
-            then(
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
+            answer = matcher.error or matcher
+        except ValueError as error:
+            answer = str(error)
+        except Exception as error:  # whoever waits must hear of it, and nobody else is listening
+            answer = f"structured_outputs: {type(error).__name__}: {error}"
+        then(answer)
         self._wake()
 
     def _compile(self, form: StructuredOutputsParams) -> LLMatcher:
@@ -143,13 +140,16 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         tokenizer = self._known_tokenizer()
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(max_items_in_row=_MAX_ITEMS, verbose_errors=False)
         refused = f"structured_outputs: the {form.kind} cannot be compiled"
         try:
             text = _grammar_text(form)
         except ValueError as error:
             raise ValueError(f"{refused}: {_reason(str(error))}") from None
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        # Some forms are only found impossible, or beyond a limit, where an answer begins.
+        if not matcher.is_error() and not any(matcher.compute_bitmask()):
+            raise ValueError(f"{refused}: no answer has it")
         if matcher.is_error():
             raise ValueError(f"{refused}: {_reason(matcher.get_error())}")
         return matcher
@@ -191,7 +191,7 @@ class Grammars:
         for matcher, row in zip(matchers, bits, strict=True):
             matcher.check()
             if not matcher.error and not row.any():
-                matcher.error = "no token of this model's vocabulary can follow"
+                matcher.error = _cannot_go_on("no token of this model can follow")
             if matcher.error:
                 row[:] = 0
         return bits
@@ -228,7 +228,9 @@ def _grammar_text(form: StructuredOutputsParams) -> str:
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
-        return grammar_from("choice", json.dumps(form.choice))
+        # One lexeme, not one rule each: a parser would follow thousands side by side.
+        choices = " | ".join(map(json.dumps, form.choice))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     assert form.grammar is not None, form
     return grammar_from("grammar", form.grammar)
 
@@ -238,6 +240,10 @@ def bits_of(ids: Iterable[int], num_words: int) -> np.ndarray:
     bits = np.zeros(32 * num_words, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+def _cannot_go_on(why: str) -> str:
+    return f"structured_outputs: the answer cannot go on: {_reason(why)}"
 
 
 def _reason(text: str) -> str:

@@ -130,6 +130,7 @@ def test_white_space_is_bounded_or_none(rig: Rig):
         ({"json": {"type": "integer", "minimum": 3, "maximum": 1}}, "the json cannot be compiled: "),
         ({"json": "false"}, "the json cannot be compiled: "),
         ({"grammar": "start: foo"}, "the grammar cannot be compiled: .*foo"),
+        ({"json": {"$ref": "#"}}, "the json cannot be compiled: "),
         ({"grammar": "%%%"}, "the grammar cannot be compiled: "),
     ],
 )  # fmt: skip
@@ -148,6 +149,7 @@ def test_what_cannot_be_compiled_is_told_in_one_line(rig: Rig, fields, sentence:
 def test_a_token_that_does_not_follow_is_an_error_and_allows_nothing(rig: Rig):
     matcher = rig.matcher(regex="ab")
     matcher.take(rig.ids("b"))
+    assert matcher.error.startswith("structured_outputs: the answer cannot go on: ")
     assert "doesn't satisfy the grammar" in matcher.error
     assert not matcher.finished
     assert rig.allowed(matcher) == [[]]
@@ -160,7 +162,7 @@ def test_earlier_outputs_are_taken_first(rig: Rig):
     assert rig.matcher([*rig.ids("abc"), EOS[0], 5, 6], regex="abc").finished
     told = rig.compile(rig.ids("ax"), regex="abc")
     assert isinstance(told, str)
-    assert told.startswith("earlier outputs do not have its form: ")
+    assert told.startswith("structured_outputs: the answer cannot go on: ")
 
 
 def test_an_answer_never_moves_another_of_the_same_form(rig: Rig):
@@ -227,3 +229,13 @@ def test_who_asks_never_waits_and_a_closed_pool_answers_nobody_new():
     go.set()
     assert rig.woken.wait(TIMEOUT_S)
     assert len(answers) == 1
+
+
+def test_thousands_of_choices_are_one_lexeme(rig: Rig):
+    """As rules side by side they pass the parser's limit at the first token."""
+    choices = [f"choice {number}" for number in range(4096)]
+    matcher = rig.matcher(choice=choices)
+    matcher.take(rig.ids("choice 409"))
+    assert rig.allowed(matcher) == [sorted([*rig.ids("012345"), *EOS])]
+    matcher.take(rig.ids("5"))
+    assert matcher.finished
