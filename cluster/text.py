@@ -59,12 +59,13 @@ class TextProcessor:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end an answer: generation_config.json's, else config.json's; there may be several or none."""
+        """The ids that end an answer: every one that either file names, as the worker reads them; there may be none."""
+        ids: dict[int, None] = {}
         for values in (self._json("generation_config.json"), self._model_config):
-            ids = values.get("eos_token_id")
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (int(ids),)
-        return ()
+            named = values.get("eos_token_id")
+            if named is not None:
+                ids |= dict.fromkeys(named if isinstance(named, list) else [int(named)])
+        return tuple(ids)
 
     @cached_property
     def sampling_defaults(self) -> dict[str, Any]:

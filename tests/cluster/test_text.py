@@ -313,8 +313,8 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ({"eos_token_id": [5, 6]}, {"eos_token_id": 1}, (5, 6)),
-        ({"eos_token_id": 0}, {"eos_token_id": 1}, (0,)),
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 1}, (5, 6, 1)),
+        ({"eos_token_id": 0}, {"eos_token_id": [1, 0]}, (0, 1)),
         ({}, {"eos_token_id": 1}, (1,)),
         (None, {"text_config": {"eos_token_id": [7]}}, (7,)),
         (None, {}, ()),
@@ -323,6 +323,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 def test_which_tokens_end_an_answer(
     tmp_path: Path, generation: dict | None, config: dict, expected: tuple[int, ...]
 ) -> None:
+    """Those of the worker's config: an end that the text does not know is shown as a part of the answer."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
