@@ -149,9 +149,9 @@ class PrefixCache:
             parent = sha256(parent + link).digest()
             hashes.append(parent)
 
-    def extend_rows(self, parents: Sequence[bytes], tokens: np.ndarray) -> list[bytes]:
-        """Hash one more link for each of n chains. Shapes: parents [n]; tokens [n, base] int32; returns [n]."""
-        return [sha256(data).digest() for data in map(add, parents, self._links(tokens))]
+    def extend_each(self, parents: Sequence[bytes], links: Sequence[bytes]) -> list[bytes]:
+        """Hash one more link for each of n chains. Shapes: all [n]; a link is base little-endian int32."""
+        return [sha256(data).digest() for data in map(add, parents, links)]
 
     def _links(self, tokens: np.ndarray) -> list[bytes]:
         """Cut tokens into the bytes of links, each base little-endian int32."""

@@ -32,7 +32,9 @@ class Publisher:
         self._table = table
         self._num_hashes = np.zeros(len(table.live), np.int32)
         self._tips = np.full(len(table.live), b"", object)
-        self._offsets = np.arange(cache.base)
+        # Every row's tokens as links, each one item: little-endian int32, as they are hashed.
+        num_links = table.token_ids.shape[1] // cache.base
+        self._links = table.token_ids[:, : num_links * cache.base].view(f"V{4 * cache.base}")
         # Blocks to be named later: rows and how many links each then has. A row fills one block in `base` steps, so it
         # is not in here twice. A window may return a block before that, so with windows nothing waits.
         self._unnamed: list[tuple[np.ndarray, np.ndarray]] = []
@@ -93,10 +95,8 @@ class Publisher:
 
     def _hash_next(self, rows: np.ndarray, lasts: np.ndarray) -> list[bytes]:
         """Decodes that fill a block: one hash more for each, made together."""
-        table = self._table
-        first_cells = rows * table.token_ids.shape[1] + (lasts - 1) * self._cache.base
-        tokens = table.token_cells.take(first_cells[:, None] + self._offsets)
-        hashes = self._cache.extend_rows(self._tips[rows].tolist(), tokens)
+        links = self._links[rows, lasts - 1].tolist()
+        hashes = self._cache.extend_each(self._tips[rows].tolist(), links)
         self._tips[rows] = hashes
         self._num_hashes[rows] = lasts
         return hashes

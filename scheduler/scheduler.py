@@ -458,14 +458,17 @@ class Scheduler:
         suspects = self._stops.suspect[tokens] | (lengths >= of_rows.end_len)
         if masked is not None:  # any of them may have completed its form
             suspects |= np.isin(rows, masked.rows)
-        ended = []
-        for entry in suspects.nonzero()[0].tolist():
-            request = table.occupant(int(rows[entry]))
-            codes[entry] = self._stops.finish_code(request, int(tokens[entry]), int(lengths[entry]))
-            if codes[entry]:
-                ended.append(request)
-        if ended:
-            self._end(ended)
+        entries = suspects.nonzero()[0]
+        if len(entries):
+            looked_at = (column[entries].tolist() for column in (rows, tokens, lengths))
+            ended = []
+            for entry, row, token, length in zip(entries.tolist(), *looked_at, strict=True):
+                request = table.occupant(row)
+                codes[entry] = code = self._stops.finish_code(request, token, length)
+                if code is not FinishCode.RUNNING:
+                    ended.append(request)
+            if ended:
+                self._end(ended)
         return of_rows.front_index, of_rows.numbers, tokens, codes
 
     def _settle_late(

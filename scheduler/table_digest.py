@@ -189,15 +189,15 @@ class _RowPart:
 
     def _sums_of_tokens(self, depth: int) -> np.ndarray:
         """[n] uint64, over the token ids that both sides know."""
-        longest = max(0, int(self._num_tokens.max()))
+        num_tokens = self._num_tokens.astype(np.intp)
+        longest = max(0, int(num_tokens.max()))
         words = self._token_words[:, : -(-longest // self._ids_per_word)]
         sums = np.dot(words.astype(np.uint64, copy=False), _weights(words.shape[1]))
         # The last depth - 1 tokens of a row may be known to the workers alone: taken out again. Where a prompt's last
         # token is among them it is folded once an output follows it.
         for back in range(depth - 1):
-            ends = (
-                self._num_tokens - back
-            )  # below 1 in a row of fewer tokens: clipped, it weighs nothing
+            # below 1 in a row of fewer tokens: clipped, it weighs nothing
+            ends = num_tokens - back if back else num_tokens
             ids = self._all_ids.take(self._before_rows + ends, mode="clip")
             sums -= ids * self._weights_before.take(ends, mode="clip")
         return sums

@@ -98,7 +98,7 @@ class _Views:
     step_arrays: index_mapping, query_start_loc (padded), sample_batch_indices, logits_indices; step_tensors the same
     memory. slots: by block size [groups of this size, padded_tokens]; slot_tensors: by group.
     gathered: by block size [groups of this size, padded_reqs, columns], the rows gathered last and kept up to date
-    since; None before. block_tables: their first widths[size] columns, by group.
+    since; None before. block_tables: their first widths[size] columns, by group, enough for sequences up to `longest`.
     """
 
     batch: Batch
@@ -113,6 +113,7 @@ class _Views:
     slot_tensors: tuple[torch.Tensor, ...]
     gathered: list[_View | None]
     widths: list[int]
+    longest: int
     block_tables: tuple[torch.Tensor, ...]
 
 
@@ -240,18 +241,23 @@ class InputBuilder:
             slot_tensors=self._by_group(slots),
             gathered=[None] * len(self._sizes),
             widths=[],
+            longest=0,
             block_tables=(),
         )
 
     def _choose_widths(self, plan: StepPlan, views: _Views) -> None:
         """Show of each block table as many columns as the longest sequence has blocks."""
+        if views.widths and plan.max_seq_len <= views.longest:
+            return
         widths = [max(1, blocks_needed(plan.max_seq_len, same.block_size)) for same in self._sizes]
-        if widths != views.widths:
-            views.widths = widths
-            tables = zip(self._block_tables, widths, strict=True)
-            views.block_tables = self._by_group(
-                [buffer.first(views.padded_reqs, width) for buffer, width in tables]
-            )
+        views.widths = widths
+        views.longest = min(
+            width * same.block_size for width, same in zip(widths, self._sizes, strict=True)
+        )
+        tables = zip(self._block_tables, widths, strict=True)
+        views.block_tables = self._by_group(
+            [buffer.first(views.padded_reqs, width) for buffer, width in tables]
+        )
 
     def _run_kernels(
         self, plan: StepPlan, views: _Views, index_mapping: Any, query_start_loc: Any
@@ -280,7 +286,7 @@ class InputBuilder:
                 views.widths[size],
                 views.gathered[size],
             )
-            if gathered is None or gathered.tensor.shape[2] < width:
+            if gathered is None or gathered.kernel.shape[2] < width:
                 spare = _SPARE_COLUMNS if plan.age else 0  # a batch that is new may not last
                 columns = min(width + spare, same.max_blocks)
                 gathered = self._block_tables[size].first(views.padded_reqs, columns)

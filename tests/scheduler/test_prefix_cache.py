@@ -332,6 +332,7 @@ def test_hashing_rows_is_hashing_each():
         cache.extend(chain, roots[row], tokens[row])  # goes on where it stopped
     parents = roots
     for link in range(3):
-        parents = cache.extend_rows(parents, tokens[:, 4 * link : 4 * link + 4])
+        links = [row.tobytes() for row in tokens[:, 4 * link : 4 * link + 4]]
+        parents = cache.extend_each(parents, links)
         assert parents == [chain[link] for chain in chains]
-    assert cache.extend_rows([], np.zeros((0, 4), np.int32)) == []
+    assert cache.extend_each([], []) == []
