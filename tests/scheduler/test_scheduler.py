@@ -19,11 +19,12 @@ EOS = 3
 # ---------------------------------------------------------------- admission
 
 
-def test_everyone_who_fits_starts_in_arrival_order():
+@pytest.mark.parametrize("asked", [{}, {"prompt_logprobs": 5}])
+def test_everyone_who_fits_starts_in_arrival_order(asked):
     """S-01: a row that is skipped or taken out of order makes a request wait though there is room for it."""
-    bench = Bench()
+    bench = Bench(prefix_caching=bool(asked))
     for number in range(10):
-        bench.add([number] * 10)
+        bench.add([number] * 10, **asked)
         assert len(bench.waiting) == number + 1
     assert bench.step() == {number: 10 for number in range(10)}
     assert bench.running == list(range(10))

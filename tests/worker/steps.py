@@ -147,6 +147,7 @@ def digest(state: WorkerState) -> bytes:
         fold.update(array.data)
     fold.update(repr(state.requests.request_ids).encode())
     fold.update(repr(sorted(state.requests.penalized)).encode())
-    for row, features in sorted(state.requests.features.items()):
-        fold.update(bytes([row]) + features.pack())
+    for asked in (state.requests.features, state.requests.asking):
+        for row, features in sorted(asked.items()):
+            fold.update(bytes([row]) + features.pack())
     return fold.digest()

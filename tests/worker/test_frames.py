@@ -59,15 +59,17 @@ class Snapshot:
     def __init__(self, state: WorkerState) -> None:
         self._arrays = {name: array.copy() for name, array in row_arrays(state).items()}
         self._request_ids = list(state.requests.request_ids)
-        self._asked = (dict(state.requests.features), set(state.requests.penalized))
+        requests = state.requests
+        self._asked = dict(requests.features), dict(requests.asking), set(requests.penalized)
         self.digest = digest(state)
 
     def restore(self, state: WorkerState) -> None:
         for name, array in row_arrays(state).items():
             array[...] = self._arrays[name]
         state.requests.request_ids[:] = self._request_ids
-        features, penalized = self._asked
-        state.requests.features, state.requests.penalized = dict(features), set(penalized)
+        features, asking, penalized = self._asked
+        state.requests.features, state.requests.asking = dict(features), dict(asking)
+        state.requests.penalized = set(penalized)
 
 
 def valid_next_frames(count: int) -> list[bytes]:

@@ -6,8 +6,9 @@ import numpy as np
 from rowcast.scheduler.messages import Features
 from rowcast.tests.worker.steps import admissions, i32, request
 from rowcast.worker.request_states import RequestStates
+from rowcast.worker.sampling_inputs import needs_tokens
 
-BIASED = Features(bias_ids=i32(3), bias=np.array([1.5], np.float32))
+BIASED = Features(bias_ids=i32(3), bias=np.array([1.5], np.float32), logprobs=2, prompt_logprobs=0)
 
 
 def test_a_row_holds_what_its_admission_said():
@@ -33,7 +34,7 @@ def test_a_row_holds_what_its_admission_said():
     assert states.presence_penalty.tolist() == [0, 0, -1.5, 0]
     assert states.frequency_penalty.tolist() == [0, 0, 0.5, 0]
     assert states.repetition_penalty.tolist() == [1, 0, 1.25, 0]
-    assert states.features == {2: BIASED}
+    assert states.features == states.asking == {2: BIASED}
     assert states.feature_checksums.tolist() == [0, 0, BIASED.checksum, 0]
     assert states.penalized == {2}
     assert states.request_ids == ["request-0", None, "chat-17", None]
@@ -69,10 +70,20 @@ def test_a_cleared_row_is_like_one_never_used():
             assert np.array_equal(getattr(used, name), value), name
 
 
+def test_who_asks_for_log_probabilities_alone_has_nothing_adjusted():
+    """Or the host would wait, in every step, for tokens that nobody needs."""
+    states = RequestStates(max_num_seqs=4, max_model_len=8)
+    asked = Features(logprobs=0)
+    states.add(admissions(request(1, [1], [1], features=asked)))
+    assert (states.features, states.asking) == ({}, {1: asked})
+    assert states.feature_checksums[1] == asked.checksum
+    assert not needs_tokens(states)
+
+
 def test_an_admission_replaces_what_a_row_asked_for():
     """W-07: whatever was left in it, also by a row that was never cleared."""
     states = RequestStates(max_num_seqs=4, max_model_len=8)
     states.add(admissions(request(1, [1], [1], frequency_penalty=1.0, features=BIASED)))
     states.add(admissions(request(1, [1], [1])))
-    assert (states.features, states.penalized) == ({}, set())
+    assert (states.features, states.asking, states.penalized) == ({}, {}, set())
     assert states.feature_checksums.tolist() == [0, 0, 0, 0]

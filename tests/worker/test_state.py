@@ -243,6 +243,8 @@ def _assert_asks(requests: RequestStates, row: int, held: ToyRow) -> None:
         assert getattr(requests, name)[row] == np.float32(value), name
     features = held.asked.get("features")
     assert requests.features.get(row) == features
+    asks = features is not None and features.asks
+    assert requests.asking.get(row) == (features if asks else None)
     assert requests.feature_checksums[row] == (0 if features is None else features.checksum)
     penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert (row in requests.penalized) == bool(penalties & held.asked.keys())

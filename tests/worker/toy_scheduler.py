@@ -135,6 +135,8 @@ class ToyScheduler:
                 bad_words=tuple(i32(7, draw.randrange(900)) for _ in range(draw.randrange(3))),
                 min_tokens=draw.randint(1, 9),
                 min_tokens_ids=i32(*range(draw.randint(1, 9))),
+                logprobs=draw.choice((None, 0, 20)),
+                prompt_logprobs=draw.choice((None, 3)),
             )
         return asked
 
