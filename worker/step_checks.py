@@ -26,12 +26,11 @@ def _first(wrong: np.ndarray) -> int | None:
 
 def check_rows(rows: np.ndarray, max_num_seqs: int, what: str) -> None:
     """Each of rows [n] exists and is named once."""
-    if not len(rows):
-        return
-    if int(rows.view(np.uint32).max()) >= max_num_seqs:  # a negative one is very high
+    values = rows.tolist()  # mostly few: Python looks at them before NumPy has begun
+    if values and not 0 <= min(values) <= max(values) < max_num_seqs:
         outside = rows[(rows < 0) | (rows >= max_num_seqs)][0]
         raise ProtocolError(f"step: {what}: rows are [0, {max_num_seqs}), got {outside}")
-    if len(set(rows.tolist())) < len(rows):
+    if len(set(values)) < len(values):
         seen = np.bincount(rows)
         row = int(seen.argmax())
         raise ProtocolError(f"step: {what}: row {row} is named {seen[row]} times, expected once")
