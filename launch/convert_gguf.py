@@ -1,4 +1,4 @@
-"""Turn one GGUF file of a Llama or Gemma 3 model into an ordinary Hugging Face folder.
+"""Turn one GGUF file of a Llama, Qwen or Gemma 3 model into an ordinary Hugging Face folder.
 
 Owns the reading and the writing of `config.json`, `generation_config.json` and `model.safetensors`; what differs
 between the architectures is in `gguf_families.py`, and the tokenizer's files come from `convert_tokenizer.py`. Reads

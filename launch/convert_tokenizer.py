@@ -23,6 +23,8 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # every digit for itself
+
 _END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -124,7 +126,7 @@ def _bos_template(metadata: Metadata, tokens: list[str]) -> Any:
 
 
 def _byte_level_bpe(metadata: Metadata, vocab: dict[str, int]) -> Tokenizer:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     path, tokens = metadata.path, list(vocab)
     merges = [_pair(merge, path) for merge in metadata.require("tokenizer.ggml.merges")]
@@ -135,6 +137,8 @@ def _byte_level_bpe(metadata: Metadata, vocab: dict[str, int]) -> Tokenizer:
         raise ValueError(f"{path} has a tokenizer whose merges do not fit: {error}") from error
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, path)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     kinds = metadata.get("tokenizer.ggml.token_type") or []
@@ -151,18 +155,23 @@ def _pre_tokenizer(name: str, path: Path) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+    def split(pattern: str) -> Any:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
     known = {
         "gpt-2": lambda: byte_level,
         # Every digit is a token of its own, then GPT-2's splitting.
         "smollm": lambda: pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), byte_level]
         ),
-        "llama-bpe": lambda: pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
+        "llama-bpe": lambda: split(_LLAMA3_SPLIT),
+        "qwen2": lambda: split(_QWEN2_SPLIT),
     }
     if name not in known:
         raise ValueError(

@@ -34,6 +34,8 @@ class Family:
     """Part of a GGUF name inside a layer -> part of the Hugging Face name."""
     head_norms: tuple[str, ...] = ()
     """Those of the layer's norms that are head_dim wide; the others are hidden_size wide."""
+    qkv_bias: bool = False
+    """q, k and v have biases that config.json does not speak of."""
     config: Callable[[Metadata], dict[str, Any]]
     """Makes the content of config.json."""
     convert_weight: Callable[[str, np.ndarray, dict[str, Any]], np.ndarray]
@@ -44,7 +46,7 @@ def family_of(metadata: Metadata) -> Family:
     """Raises: ValueError for an architecture that is not in `FAMILIES`."""
     family = FAMILIES.get(metadata.architecture)
     if family is None:
-        known = " and ".join(repr(name) for name in sorted(FAMILIES))
+        known = ", ".join(repr(name) for name in sorted(FAMILIES))
         raise ValueError(
             f"{metadata.path} holds a {metadata.architecture!r} model; rowcast converts {known} models only: "
             "give the model's Hugging Face folder instead"
@@ -64,10 +66,11 @@ def tensor_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[
         config["num_key_value_heads"] * head_dim,
     )
     attention_bias, mlp_bias = config["attention_bias"], config.get("mlp_bias", False)
+    qkv_bias = attention_bias or family.qkv_bias
     linear = {
-        "self_attn.q_proj": (q_rows, hidden, attention_bias),
-        "self_attn.k_proj": (kv_rows, hidden, attention_bias),
-        "self_attn.v_proj": (kv_rows, hidden, attention_bias),
+        "self_attn.q_proj": (q_rows, hidden, qkv_bias),
+        "self_attn.k_proj": (kv_rows, hidden, qkv_bias),
+        "self_attn.v_proj": (kv_rows, hidden, qkv_bias),
         "self_attn.o_proj": (hidden, q_rows, attention_bias),
         "mlp.gate_proj": (inner, hidden, mlp_bias),
         "mlp.up_proj": (inner, hidden, mlp_bias),
@@ -184,6 +187,28 @@ def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return paired.swapaxes(1, 2).reshape(weight.shape)
 
 
+# Qwen 2, 2.5 and 3
+
+
+def _qwen_config(metadata: Metadata) -> dict[str, Any]:
+    number = metadata.architecture.removeprefix("qwen")
+    config = _decoder_config(metadata)
+    if number == "2":
+        config["attention_bias"] = False  # `Family.qkv_bias`; the output projection has none
+    return {
+        "architectures": [f"Qwen{number}ForCausalLM"],
+        "model_type": metadata.architecture,
+        **config,
+        "hidden_act": "silu",
+        "rope_theta": metadata.own_real("rope.freq_base", 10000.0),
+        "use_sliding_window": False,
+    }
+
+
+def _as_it_is(name: str, weight: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    return weight
+
+
 # Gemma 3
 
 
@@ -236,6 +261,25 @@ FAMILIES = {
         layer_names={**_DECODER_NAMES, "ffn_norm": "post_attention_layernorm"},
         config=_llama_config,
         convert_weight=_llama_weight,
+    ),
+    "qwen2": Family(
+        title="Qwen 2",
+        layer_names={**_DECODER_NAMES, "ffn_norm": "post_attention_layernorm"},
+        qkv_bias=True,
+        config=_qwen_config,
+        convert_weight=_as_it_is,
+    ),
+    "qwen3": Family(
+        title="Qwen 3",
+        layer_names={
+            **_DECODER_NAMES,
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "ffn_norm": "post_attention_layernorm",
+        },
+        head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+        config=_qwen_config,
+        convert_weight=_as_it_is,
     ),
     "gemma3": Family(
         title="Gemma 3 text",

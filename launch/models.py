@@ -61,7 +61,7 @@ def resolve_model(
     if name and path.is_dir():
         _check_folder(path)
         return path.resolve()
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return _converted(path, cache_home=cache_home, console=console)
     if is_hub_name(name):
         folder = fetch(name, cached_only=not pull_missing, console=console)

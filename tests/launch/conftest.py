@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rowcast.tests.launch.tiny_gguf import Quantize, write_gguf
+from rowcast.tests.launch.tiny_gguf import MERGES, Quantize, write_gguf
 from tokenizers.pre_tokenizers import ByteLevel
 
 CONTROL, NORMAL = 3, 1
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "1 2"]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -227,7 +227,10 @@ def test_flipped_header_bytes_never_escape_as_another_error(tiny_llama, tmp_path
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "qwen2"}, "holds a 'qwen2' model"),
+        (
+            {"general.architecture": "phi3"},
+            "holds a 'phi3' model; rowcast converts 'gemma3', 'llama', 'qwen2', 'qwen3' models only",
+        ),
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.rope.scaling.type": "yarn"}, "scaled rotary positions"),
         ({"llama.rope.dimension_count": 4}, "dimensions 8, 8 and 4"),

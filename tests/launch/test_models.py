@@ -138,6 +138,8 @@ def test_a_gguf_file_is_converted_once_for_each_content(
     assert gguf_path.stat().st_size == before.st_size
     second = resolve_model(gguf_path, cache_home=home)
     assert second != first  # same path, size and time; other weights
+    shouted = gguf_path.rename(tmp_path / "MINE.GGUF")
+    assert resolve_model(shouted, cache_home=home).name.startswith("MINE-")
 
 
 def test_a_gguf_file_that_cannot_be_used_leaves_nothing(gguf_path: Path, tmp_path: Path) -> None:

@@ -13,6 +13,10 @@ Quantize = Callable[[str], gguf.GGMLQuantizationType | None]
 """Tensor name -> how it is stored; None is float32."""
 
 
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "1 2"]
+"""Of the tiny models' byte-level tokenizers."""
+
+
 def write_gguf(
     path: Path,
     values: Mapping[str, Any],
