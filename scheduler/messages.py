@@ -25,7 +25,7 @@ named below. Never pickle.
     run_rows, run_counts   rows with more than one uncomputed token that run, and how many tokens each runs
     paused_rows     rows with exactly one uncomputed token that do not run it in this step
     grown_block_ids one bin a KV group: the new blocks of the rows that grow, in row order (`agreement.derive_growth`)
-    masked_rows     rows whose sampling waits for a mask frame
+    masked_rows     rows whose sampling waits for a mask frame, in batch order; it comes before any later step
     digest          bin of 8 bytes, the scheduler's digest of this step without its frame (`agreement.TableDigest`): a
                     rank with another one stops before it computes; empty: not compared
     bits            bin of little-endian int32 words, words_per_row for each of rows: bit i of word w is id 32 * w + i

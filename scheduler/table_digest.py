@@ -61,7 +61,8 @@ class TableDigest:
     """Folds one side's step and tables into eight bytes, in a chain over all steps of a life of the group.
 
     Call, for every step: `begin` with its plan, after its frees, admissions and growth and before its lengths count;
-    `end` with the bytes of its frame; `sampled` with its tokens as soon as they are known, in step order.
+    `end` with the bytes of its frame, and again with those of its mask's if it waits for one; `sampled` with its tokens
+    as soon as they are known, in step order.
 
     Folded in each step: the frame; index_mapping; query_start_loc; the tokens of step - depth; of all rows lengths,
     sampling params and seed; and of the rows `i` with `i % 16 == step % 16` the token ids that both sides must know by

@@ -101,7 +101,7 @@ def check_mask(mask: Mask, masked_rows: np.ndarray, vocab_size: int) -> None:
     beyond = np.zeros(32, np.uint8)
     beyond[(vocab_size - 1) % 32 + 1 :] = 1
     word = np.packbits(beyond, bitorder="little").view("<i4")
-    if (i := _first((mask.bits[:, -1:] & word).any(axis=1))) is not None:
+    if (i := _first((mask.bits[:, -1] & word[0]) != 0)) is not None:
         raise ProtocolError(
             f"mask: row {mask.rows[i]} allows ids beyond the vocabulary [0, {vocab_size})"
         )

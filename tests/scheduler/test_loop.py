@@ -793,7 +793,7 @@ def test_the_digest_covers_the_mask():
         frame[:-1] if frame[3] == FrameKind.MASK else frame
     )
     rig.submit(1, structured_outputs=form(5, 9))
-    with pytest.raises(WorkerGroupError, match="disagree with the scheduler, .* at step 1"):
+    with pytest.raises(WorkerGroupError, match=r"disagree with the scheduler, .* at step 1"):
         rig.until_idle()
 
 
