@@ -26,7 +26,8 @@ from ..cluster.prompts import (
 from ..scheduler.kv_groups import describe_groups
 from ..scheduler.request_options import RequestOptions
 from ..scheduler.sampling_params import SamplingParams
-from .embedded import EmbeddedEngine, Request
+from .embedded import EmbeddedEngine
+from .embedded_request import Request
 from .interrupts import interrupts_held
 from .stages import StageLines, load_bar
 

@@ -46,7 +46,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from .extras import LogprobRows, PromptRows, check_values
+from .extras import LogprobRows, PromptRows
+from .front_logprobs import (
+    prompt_rows_from_wire,
+    prompt_rows_to_wire,
+    token_rows_from_wire,
+    token_rows_to_wire,
+)
 from .messages import MAX_REQUEST_ID_BYTES, ProtocolError, wire_text
 from .request_options import RequestOptions
 from .sampling_params import MAX_SEED, SamplingParams
@@ -200,9 +206,8 @@ def encode(message: FrontMessage) -> bytes:
                 np.ascontiguousarray(message.finish_codes, _INT8).tobytes(),
                 np.ascontiguousarray(message.cached_numbers, _INT64).tobytes(),
                 np.ascontiguousarray(message.cached_tokens, _INT32).tobytes(),
-                _logprobs_to_wire(message.logprobs) if message.logprobs else None,
-                [[number, first, rows.to_wire()] for number, first, rows in message.prompt_logprobs]
-                or None,
+                token_rows_to_wire(message.logprobs),
+                prompt_rows_to_wire(message.prompt_logprobs),
             ]
         case Refused():
             kind = FrontKind.REFUSED
@@ -228,11 +233,6 @@ def _rare(params: SamplingParams) -> dict[str, Any] | None:
     if params.structured_outputs is not None:
         rare["structured_outputs"] = params.structured_outputs.to_wire()
     return rare or None
-
-
-def _logprobs_to_wire(logprobs: Mapping[int, LogprobRows]) -> list[Any]:
-    places = sorted(logprobs)
-    return [_ids(places), [logprobs[place].to_wire() for place in places]]
 
 
 def _ids(ids: Iterable[int]) -> bytes:
@@ -298,8 +298,8 @@ def _decode(values: Any) -> FrontMessage:
             finish_codes=_array(body[3], "outputs: finish_codes", _INT8),
             cached_numbers=_array(body[4], "outputs: cached_numbers", _INT64),
             cached_tokens=_array(body[5], "outputs: cached_tokens", _INT32),
-            logprobs={} if body[6] is None else _logprobs(body[6]),
-            prompt_logprobs=() if body[7] is None else _prompt_logprobs(body[7]),
+            logprobs=token_rows_from_wire(body[6]),
+            prompt_logprobs=prompt_rows_from_wire(body[7]),
         )
         if not len(outputs.numbers) == len(outputs.tokens) == len(outputs.finish_codes):
             raise ProtocolError("outputs: numbers, tokens and finish_codes differ in length")
@@ -401,40 +401,6 @@ def _rare_from_wire(value: Any) -> dict[str, Any]:
             _array(word, "submit: bad_words_token_ids", _INT32).tolist() for word in words
         ]
     return rare
-
-
-def _logprobs(value: Any) -> dict[int, LogprobRows]:
-    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], list):
-        raise ProtocolError("outputs: logprobs must be an array of places and an array of rows")
-    places = _array(value[0], "outputs: places of logprobs", _INT32)
-    if not len(places) or places[0] < 0 or (places[1:] <= places[:-1]).any():
-        raise ProtocolError(
-            "outputs: places of logprobs must be at least one, at least 0, ascending"
-        )
-    if len(places) != len(value[1]):
-        raise ProtocolError("outputs: logprobs must have one row for each of its places")
-    read = [LogprobRows.from_wire(rows, "outputs: logprobs") for rows in value[1]]
-    if any(len(rows) != 1 for rows in read):
-        raise ProtocolError("outputs: logprobs must have one row each")
-    check_values([("outputs: logprobs", rows) for rows in read])
-    return dict(zip(places.tolist(), read, strict=True))
-
-
-def _prompt_logprobs(value: Any) -> list[PromptRows]:
-    if not isinstance(value, list) or not value:
-        raise ProtocolError("outputs: prompt_logprobs must be nil or an array of at least one")
-    read = []
-    for entry in value:
-        if not isinstance(entry, list) or len(entry) != 3:
-            raise ProtocolError("outputs: an entry of prompt_logprobs must be an array of 3 values")
-        number = _integer(entry[0], "outputs: a number of prompt_logprobs", 2**63)
-        first = _integer(entry[1], "outputs: a position of prompt_logprobs", 2**31)
-        if not first:
-            raise ProtocolError("outputs: a prompt's first token has no log-probability")
-        rows = LogprobRows.from_wire(entry[2], "outputs: prompt_logprobs")
-        rows.check("outputs: prompt_logprobs")
-        read.append(PromptRows(number, first, rows))
-    return read
 
 
 def _integer(value: Any, what: str, limit: int) -> int:

@@ -168,7 +168,7 @@ def test_outputs_with_log_probabilities_come_back_as_they_were_sent():
         ({"logprobs": {2: some_rows([6], 4)}}, "logprobs of entry 2 are of no token there"),
         ({"logprobs": {0: some_rows([6], 4)}}, "logprobs of entry 0 are of no token there"),
         ({"logprobs": {0: some_rows([5, 5], 4)}}, "logprobs must have one row each"),
-        ({"logprobs": {-1: some_rows([5], 4)}}, "places of logprobs must be"),
+        ({"logprobs": {-1: some_rows([5], 4)}}, "logprobs: places must be"),
         ({"prompt_logprobs": [PromptRows(2, 0, some_rows([8], 0))]}, "first token has no log-prob"),
     ],
 )
