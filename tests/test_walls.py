@@ -220,7 +220,7 @@ def test_the_scheduler_loads_neither_ray_nor_sockets():
         import importlib, sys
         for name in {modules("scheduler")!r}:
             importlib.import_module(name)
-        for heavy in ("ray", "zmq", "tokenizers", "rowcast.cluster", "rowcast.worker"):
+        for heavy in ("ray", "zmq", "tokenizers", "llguidance", "rowcast.cluster", "rowcast.worker"):
             assert heavy not in sys.modules, f"the scheduler loads {{heavy}}"
         """
     )
@@ -233,7 +233,9 @@ def test_a_worker_needs_only_torch_triton_numpy_safetensors_and_msgpack():
         f"""
         import importlib, sys
 
-        HIDDEN = ("ray", "zmq", "numba", "llvmlite", "transformers", "tokenizers", "gguf", "typer", "rich", "jinja2")
+        HIDDEN = (
+            "ray", "zmq", "numba", "llvmlite", "llguidance", "transformers", "tokenizers", "gguf", "typer", "rich", "jinja2"
+        )
 
         class Hide:
             def find_spec(self, name, path=None, target=None):
