@@ -234,7 +234,8 @@ def test_a_worker_needs_only_torch_triton_numpy_safetensors_and_msgpack():
         import importlib, sys
 
         HIDDEN = (
-            "ray", "zmq", "numba", "llvmlite", "llguidance", "transformers", "tokenizers", "gguf", "typer", "rich", "jinja2"
+            "ray", "zmq", "numba", "llvmlite", "llguidance", "transformers", "tokenizers", "gguf", "typer", "rich",
+            "jinja2",
         )
 
         class Hide:
