@@ -57,7 +57,7 @@ def check_pool(scheduler: Scheduler, in_flight: Iterable[InFlight]) -> None:
         np.count_nonzero(held_ids[0]) == len(held_ids[0]),
         "a request without a row holds the null block",
     )
-    for group, spec in enumerate(scheduler.groups):
+    for group, spec in enumerate(scheduler.groups if len(rows) else ()):
         counts = blocks.num_blocks[group][rows]
         needed = blocks_needed(computed, spec.block_size)
         require(
@@ -66,7 +66,7 @@ def check_pool(scheduler: Scheduler, in_flight: Iterable[InFlight]) -> None:
             counts,
             needed,
         )
-        ids = blocks.block_ids[group][rows, : counts.max(initial=0) + 1]
+        ids = blocks.block_ids[group][rows, : counts.max() + 1]
         columns = np.arange(ids.shape[1])
         wanted = columns < counts[:, None]
         first = first_seen(spec, settled) // spec.block_size
@@ -133,6 +133,8 @@ def check_tables(scheduler: Scheduler, state: WorkerState, *, whole: bool = True
         for row in np.flatnonzero(table.live & states.live).tolist()
         if (request := table.occupant(row)).request_id == states.request_ids[row]
     ]
+    if not present:
+        return
     rows = np.array([row for row, _ in present], np.int64)
     requests = [request for _, request in present]
     for name, ours in (
@@ -153,7 +155,7 @@ def check_tables(scheduler: Scheduler, state: WorkerState, *, whole: bool = True
             f"blocks held of KV group {group} here and at the worker",
         )
         # Beyond its blocks a row has zeros here (`check_pool`) and, at the worker, anything.
-        width = counts.max(initial=0)
+        width = counts.max()
         ours = scheduler.blocks.block_ids[group][rows, :width]
         differ = ours != theirs[rows, :width]
         differ &= ours != 0
@@ -170,7 +172,7 @@ def _check_token_ids(
     ours, theirs = scheduler.table.token_ids, state.requests.token_ids
     lengths = scheduler.table.num_settled_tokens[rows]
     same = ours[rows, lengths - 1] == theirs[rows, lengths - 1]
-    if whole and len(rows):
+    if whole:
         same &= np.array(
             [
                 np.array_equal(ours[row, :length], theirs[row, :length])
