@@ -160,7 +160,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "Gemma3ForCausalLM": Architecture(
             defaults={**_GEMMA_2, "sliding_window_pattern": 6},
-            computes=frozenset({"attention_bias", "query_pre_attn_scalar"}),
+            computes=frozenset(
+                {"attention_bias", "query_pre_attn_scalar", "rope_local_base_freq"}
+                | {"sliding_window_pattern"}
+            ),
             activation_key="hidden_activation",
             windows=Windows.PATTERN,
             rope_theta=1_000_000.0,

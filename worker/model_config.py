@@ -42,6 +42,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1, 1.0),
     "rope_interleaved": (None, False),
+    "rope_local_base_freq": (None,),
+    "sliding_window_pattern": (None, 4),  # OLMo 3's, which its class does not read
     "use_bidirectional_attention": (None, False),
     "use_parallel_residual": (None, False),
     "use_qk_norm": (None, False),

@@ -216,6 +216,8 @@ def test_biases_scales_and_caps_are_where_each_architecture_has_them(tmp_path: P
         (of("Phi3", partial_rotary_factor=1.5), "must give an even number in [2, 8], got 12"),
         (of("StableLm", partial_rotary_factor=0.2), "must give an even number in [2, 8], got 1"),
         (of("Olmo2", clip_qkv=8.0), "clip_qkv = 8.0"),
+        (of("Olmo3", sliding_window_pattern=2), "sliding_window_pattern = 2"),
+        (of("Olmo3", rope_local_base_freq=50.0), "rope_local_base_freq = 50.0"),
         (of("Llama", use_parallel_residual=True), "use_parallel_residual = true"),
         (of("Llama", use_sliding_window=True), "use_sliding_window = true"),
     ],
