@@ -83,6 +83,7 @@ class Grammars:
         self.num_words = -(-vocab_size // 32)
         self.all_ones = bits_of(range(vocab_size), self.num_words)
         self.eos_bits = bits_of(eos_token_ids, self.num_words)
+        self._usable = self.all_ones
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = list(eos_token_ids)
         self._wake = wake
@@ -160,6 +161,9 @@ class Grammars:
                 self._tokenizer = _make_tokenizer(
                     self._tokenizer_json(), self.vocab_size, self._eos_token_ids
                 )
+                if not self._eos_token_ids:  # llguidance takes some id for one all the same
+                    guessed = [i for i in self._tokenizer.eos_tokens if i < self.vocab_size]
+                    self._usable = self.all_ones & ~bits_of(guessed, self.num_words)
             return self._tokenizer
 
     def close(self) -> None:
@@ -187,7 +191,7 @@ class Grammars:
             bits,
         )
         bits = np.ascontiguousarray(bits[:, : self.num_words])
-        bits &= self.all_ones  # a tokenizer may know more ids than the model
+        bits &= self._usable  # a tokenizer may know more ids than the model
         for matcher, row in zip(matchers, bits, strict=True):
             matcher.check()
             if not matcher.error and not row.any():

@@ -32,13 +32,18 @@ def tokenizer_json() -> str:
 class Rig:
     """Grammars whose answers can be waited for."""
 
-    def __init__(self, vocab_size: int = VOCAB_SIZE, tokenizer: Callable[[], str] = tokenizer_json):
+    def __init__(
+        self,
+        vocab_size: int = VOCAB_SIZE,
+        tokenizer: Callable[[], str] = tokenizer_json,
+        eos: Sequence[int] = EOS,
+    ):
         from tokenizers import Tokenizer
 
         self.text = Tokenizer.from_str(tokenizer_json())
         self.woken = threading.Event()
         self.grammars = Grammars(
-            tokenizer, vocab_size=vocab_size, eos_token_ids=EOS, wake=self.woken.set
+            tokenizer, vocab_size=vocab_size, eos_token_ids=eos, wake=self.woken.set
         )
 
     def compile(self, outputs: Sequence[int] = (), **fields) -> Matcher | str:
@@ -196,6 +201,17 @@ def test_no_bit_lies_beyond_the_vocabulary(vocab_size: int):
         rig.grammars.all_ones.tolist()
         == bits_of(range(vocab_size), len(rig.grammars.all_ones)).tolist()
     )
+    rig.grammars.close()
+
+
+def test_a_model_without_an_end_token_ends_where_nothing_may_follow():
+    """llguidance then takes id 0 for one, which is a letter: it would end the answer, and stand in its text."""
+    rig = Rig(eos=())
+    matcher = rig.matcher(regex="ab+c?")
+    matcher.take(rig.ids("ab"))
+    assert rig.allowed(matcher) == [rig.ids("bc")]
+    matcher.take(rig.ids("c"))
+    assert matcher.finished
     rig.grammars.close()
 
 
