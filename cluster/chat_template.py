@@ -29,6 +29,7 @@ def load_chat_templates(model_dir: Path, tokenizer_config: Mapping[str, Any]) ->
     """The folder's templates by name ("default", "tool_use", ...); empty when it has none.
 
     Files win over the entry in tokenizer_config.json, as in transformers.
+    Raises: ValueError for an entry that is neither a template nor templates by their names.
     """
     templates: dict[str, str] = {}
     default = model_dir / "chat_template.jinja"
@@ -38,12 +39,21 @@ def load_chat_templates(model_dir: Path, tokenizer_config: Mapping[str, Any]) ->
         templates[file.stem] = file.read_text(encoding="utf-8")
     if templates:
         return templates
-    configured = tokenizer_config.get("chat_template")
+    configured = tokenizer_config.get("chat_template") or []
     if isinstance(configured, str):
         return {"default": configured}
-    if isinstance(configured, Mapping):
-        return {str(name): str(template) for name, template in configured.items()}
-    return {entry["name"]: entry["template"] for entry in configured or []}
+    named = configured
+    if isinstance(configured, list):
+        entries = [entry if isinstance(entry, Mapping) else {} for entry in configured]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+    if not isinstance(named, Mapping) or not all(
+        isinstance(text, str) for entry in named.items() for text in entry
+    ):
+        raise ValueError(
+            f"{model_dir / 'tokenizer_config.json'}: chat_template must be text, or a list of entries with a name and "
+            "a template; mend it, or add chat_template.jinja"
+        )
+    return dict(named)
 
 
 class ChatTemplate:

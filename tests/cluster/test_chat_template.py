@@ -255,6 +255,13 @@ def test_a_variable_may_have_any_name(tmp_path: Path) -> None:
     assert processor.apply_chat_template([ASK], True, **names) == "ba"
 
 
+@pytest.mark.parametrize("entry", [5, True, ["text"], [{"nme": "default"}], {"default": None}])
+def test_an_entry_that_is_no_template_is_refused_by_its_file(tmp_path: Path, entry: Any) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template must be text"):
+        TextProcessor(tmp_path).apply_chat_template([ASK])
+
+
 def test_the_date_is_todays(tmp_path: Path) -> None:
     folder = folder_with("{{ strftime_now('%d %b %Y') }}", tmp_path / "model")
     days = {datetime.datetime.now().strftime("%d %b %Y")}
