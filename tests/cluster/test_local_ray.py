@@ -112,13 +112,18 @@ def test_a_start_that_is_broken_off_leaves_nothing() -> None:
 def test_a_head_that_was_killed_leaves_children_which_stop_finds() -> None:
     folder = Path(f"/tmp/rowcast-ray-test-{os.getpid()}")
     folder.mkdir()
+    program = "import time; print('up', flush=True); time.sleep(60)"
     child = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)", f"--session={folder}/s"],
+        [sys.executable, "-c", program, f"--session={folder}/s"],
+        stdout=subprocess.PIPE,
         start_new_session=True,
     )
+    assert child.stdout is not None
+    child.stdout.readline()  # for a moment after exec a process has no command line to be found by
     local_ray.stop_head(record(pid=child.pid, start_time=1.0, temp_dir=str(folder)))
     assert not psutil.pid_exists(child.pid)
     child.wait(5)
+    child.stdout.close()
     assert not folder.exists()
 
 

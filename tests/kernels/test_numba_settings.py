@@ -12,7 +12,7 @@ import numba
 import pytest
 from rowcast.kernels.cpu import _numba
 
-TWINS = Path(__file__).parents[2] / "kernels" / "cpu"
+KERNELS = Path(__file__).parents[2] / "kernels"
 
 
 def run(code, **environment):
@@ -41,13 +41,15 @@ def test_another_process_loads_the_twins_and_compiles_none():
 def test_an_edited_helper_moves_the_cache(tmp_path):
     """Numba looks only at the file of the function itself: its callers in other files would run the old helper."""
     package = tmp_path / "twins"
-    shutil.copytree(TWINS, package, ignore=shutil.ignore_patterns("__pycache__"))
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from twins import _numba; print(_numba.CACHE_DIR)"
-    before = run(code, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert Path(before).parent == tmp_path / "cache" / "rowcast" / "numba"
-    with (package / "_views.py").open("a") as helper:
-        helper.write("\n# edited\n")
-    assert run(code, XDG_CACHE_HOME=str(tmp_path / "cache")) != before
+    shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from twins.cpu import _numba; print(_numba.CACHE_DIR)"
+    folders = {run(code, XDG_CACHE_HOME=str(tmp_path / "cache"))}
+    assert Path(*folders).parent == tmp_path / "cache" / "rowcast" / "numba"
+    for edited in ("cpu/_views.py", "_noise.py"):
+        with (package / edited).open("a") as helper:
+            helper.write("\n# edited\n")
+        folders.add(run(code, XDG_CACHE_HOME=str(tmp_path / "cache")))
+    assert len(folders) == 3
 
 
 def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path):
