@@ -73,9 +73,8 @@ class Masks:
         self.grammars.start(form, outputs, partial(self._note, request))
 
     def _note(self, request: Request, outcome: Matcher | str) -> None:
-        self._compiled.append(
-            (request, outcome)
-        )  # on the pool's thread; a deque may be filled there
+        # On the pool's thread: a deque may be filled there.
+        self._compiled.append((request, outcome))
 
     def take_compiled(self) -> Iterator[tuple[Request, Matcher | str]]:
         """Give out the requests whose forms are compiled, or why one cannot be; those that have ended are left out."""

@@ -372,7 +372,7 @@ def test_a_mask_belongs_between_its_step_and_the_next(frames: list[bytes], sente
     queue.frames += frames
     with pytest.raises(ProtocolError, match=sentence):
         drain(loop)
-    assert queue.reports[-1].text == sentence
+    assert queue.reports[-1].text.startswith(sentence)
 
 
 def test_stop_gives_up_a_step_that_waits_for_its_mask():
