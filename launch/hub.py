@@ -24,6 +24,7 @@ _INDEX = "model.safetensors.index.json"
 _ONE_FILE = "model.safetensors"
 # Patterns match in subfolders too, where repositories keep the same weights in other forms.
 _SUBFOLDERS = "*/*"
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT}
 _BESIDE_THE_WEIGHTS = (
     "config.json",
     "generation_config.json",
@@ -51,8 +52,8 @@ def fetch(model: str, *, cached_only: bool = False, console: Console | None = No
     matched = _NAME.fullmatch(model)
     assert matched is not None, model
     repo = matched["repo"]
-    with _sentences(model, repo), progress_bars(console) as stage:
-        download = _downloader(repo, cached_only)
+    with progress_bars(console) as stage:
+        download = _downloader(model, repo, cached_only)
         beside = _bars_of(stage, f"download the tokenizer of {repo}")
         folder = download(matched["revision"] or "main", beside, _BESIDE_THE_WEIGHTS)
         commit = folder.name  # the same files from here on, whatever is pushed meanwhile
@@ -79,22 +80,23 @@ def _files_of_index(index: Path) -> list[str]:
     return sorted({str(file) for file in weight_map.values()})
 
 
-def _downloader(repo: str, cached_only: bool) -> Callable[..., Path]:
+def _downloader(model: str, repo: str, cached_only: bool) -> Callable[..., Path]:
     from huggingface_hub import snapshot_download
 
     def download(
         revision: str, bars: type[Any], patterns: Sequence[str], ignored: str | None = None
     ) -> Path:
         """The revision's folder, with the files in it whose names fit; the others are left where they are."""
-        folder = snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=ignored,
-            library_name="rowcast",
-            tqdm_class=bars,
-            local_files_only=cached_only,
-        )
+        with _sentences(model, repo):
+            folder = snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=ignored,
+                library_name="rowcast",
+                tqdm_class=bars,
+                local_files_only=cached_only,
+            )
         return Path(folder)
 
     return download
@@ -157,21 +159,20 @@ def _sentences(model: str, repo: str) -> Iterator[None]:
             said = f"{model} is {where}; run `rowcast pull {model}`"
         else:
             said = (
-                f"{model} is {where} and {hub} cannot be reached ({_first_line(error.__cause__)}); "
-                "check the network and HF_ENDPOINT"
+                f"{model} is {where} and {hub} does not give it ({_first_line(error.__cause__)}); "
+                "check the network, HF_ENDPOINT and HF_TOKEN"
             )
         raise ValueError(f"{said}, or give a model folder") from error
-    except (ValueError, KeyboardInterrupt):
-        raise
     except Exception as error:
-        # Errors of its HTTP client and of its storage come through as they are, whichever those are.
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        # Errors of its HTTP client, its storage and its parsers come through as they are, whichever those are.
+        if getattr(error, "errno", None) in _CANNOT_WRITE:
             raise ValueError(
                 f"cannot write {model} to the cache {constants.HF_HUB_CACHE} ({_first_line(error)}); "
                 "set HF_HOME to a folder with room that you own"
             ) from error
         raise ValueError(
-            f"cannot fetch {model} from {hub} ({_first_line(error)}); try again, or give a model folder"
+            f"cannot fetch {model} from {hub} ({_first_line(error)}); check HF_ENDPOINT and HF_TOKEN, "
+            "try again, or give a model folder"
         ) from error
 
 

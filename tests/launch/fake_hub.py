@@ -21,12 +21,16 @@ _PATH = re.compile(
 
 @dataclass
 class Repo:
-    """What one repository holds. gated: its files need TOKEN; private: so does knowing of it."""
+    """What one repository holds.
+
+    gated: its files need TOKEN; private: so does knowing of it. is_a_page: what answers for it is a proxy's page.
+    """
 
     files: dict[str, bytes]
     commit: str = "a" * 40
     gated: bool = False
     private: bool = False
+    is_a_page: bool = False
 
 
 @dataclass
@@ -75,6 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, b"", {"X-Error-Code": "RepoNotFound"}, body)
         elif (matched["revision"] or matched["revision2"]) not in ("main", "v1", repo.commit):
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
+        elif matched["kind"] == "revision" and repo.is_a_page:
+            self._send(200, b"<html>Sign in</html>", {"Content-Type": "text/html"}, body)
         elif matched["kind"] == "revision":
             self._json({"id": matched["repo"], "sha": repo.commit, "siblings": []}, body)
         elif matched["kind"] == "tree":

@@ -184,6 +184,11 @@ def test_what_the_hub_has_not_gets_a_sentence(
     assert "has no config.json" in online.refused("org/bare")
     hub.repos["org/cut"] = Repo({**files, "model.safetensors": files["model.safetensors"][:99]})
     assert "truncated or damaged" in online.refused("org/cut")
+    assert "cannot fetch org/a..b" in online.refused(
+        "org/a..b"
+    )  # the library's own rules for names
+    hub.repos["org/page"] = Repo(files, is_a_page=True)
+    assert f"cannot fetch org/page from {hub.address}" in online.refused("org/page")
     bad = {**shards(files), "model.safetensors.index.json": b"[]"}
     hub.repos["org/garbled"] = Repo(bad)
     assert "must hold a JSON object" in online.refused("org/garbled")
@@ -205,7 +210,8 @@ def test_without_the_hub_the_cache_serves(
         assert "org/elsewhere is not whole in the cache" in said
         assert "HF_HUB_OFFLINE forbids to fetch it" in said
         said = nowhere.refused("org/elsewhere")
-        assert "http://127.0.0.1:9 cannot be reached" in said
+        assert "http://127.0.0.1:9 does not give it" in said
+        assert "check the network" in said
         # Only the weights are missing: an interrupted fetch, later a flight.
         os.unlink(Path(folder) / "model.safetensors")
         assert "org/kept is not whole in the cache" in offline.refused("org/kept")
