@@ -23,7 +23,8 @@ from rowcast.tests.worker.generation import (
 from rowcast.tests.worker.rank_pool import RankPool
 from rowcast.worker.backend import select_backend
 from rowcast.worker.parallel import TensorParallelGroup
-from rowcast.worker.sampler.logprobs import Logprobs
+from rowcast.worker.sampler import candidates
+from rowcast.worker.sampler.logprobs import Logprobs, best_keys
 
 BACKEND = select_backend("cpu", "cpu")
 ASKED = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2)
@@ -95,6 +96,15 @@ def test_sixteen_bit_logits_are_scored_in_more(dtype):
     scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = rows_by_hand(scores.float().numpy(), [3, 4, 5], 4)
     assert_close(on_parts(scores, (25, 25), [3, 4, 5], 4)[1], expected, 1e-6)
+
+
+def test_a_gpu_finds_the_same_best_without_waiting():
+    """Its own way to the best ids, on a CPU: ties to the lowest id, and no candidate where there are no more."""
+    scores = torch.randint(-2, 3, (6, 30), generator=torch.Generator().manual_seed(2)).float()
+    for width in (1, 7, 30, 40):
+        here = [find(scores, width, 100) for find in (best_keys, candidates.best_candidates)]
+        one, other = (found.sort(dim=1).values for found in here)
+        assert torch.equal(one, other)
 
 
 # ---------------------------------------------------------------- a whole worker

@@ -77,13 +77,10 @@ class Logprobs:
 
     def _best(self, logits: torch.Tensor, num_best: int) -> torch.Tensor:
         """The keys of each row's best ids on this rank: [n, num_best] int64, NO_CANDIDATE where there are no more."""
-        if not logits.is_cuda and num_best:
-            return candidates.best_candidates(logits, num_best, self._rows.start)
-        # Exact where scores tie, like the other, and never waits for the device.
-        taken = min(num_best, len(self._rows))
-        ids = torch.arange(self._rows.start, self._rows.stop, device=logits.device)
-        found = (keys.pack(logits, ids) if taken else logits.long()).topk(taken, dim=1).values
-        return torch.nn.functional.pad(found, (0, num_best - taken), value=candidates.NO_CANDIDATE)
+        if not num_best:
+            return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
+        find = best_keys if logits.is_cuda else candidates.best_candidates
+        return find(logits, num_best, self._rows.start)
 
     def _ranks(self, logits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Count the ids that score at least as high. Shapes: scores [n, 1 + num_best], best first from column 1 on.
@@ -97,6 +94,15 @@ class Logprobs:
         among = (best.unsqueeze(1) >= best.unsqueeze(2)).sum(dim=2)
         of_best = torch.where(best == ends[:, 1:], counts[1].unsqueeze(1), among)
         return torch.cat((counts[0].unsqueeze(1), of_best), dim=1)
+
+
+def best_keys(logits: torch.Tensor, width: int, first_id: int) -> torch.Tensor:
+    """What `candidates.best_candidates` gives: three times slower on a CPU, but it never waits for a device."""
+    num_ids = logits.shape[1]
+    taken = min(width, num_ids)
+    ids = torch.arange(first_id, first_id + num_ids, device=logits.device)
+    found = keys.pack(logits, ids).topk(taken, dim=1).values
+    return torch.nn.functional.pad(found, (0, width - taken), value=candidates.NO_CANDIDATE)
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:
