@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rowcast.scheduler.agreement import Asked
 from rowcast.scheduler.extras import LogprobRows
 from rowcast.scheduler.sampling_params import SamplingParams
 from rowcast.tests.scheduler.logprob_rows import rows_by_hand
@@ -22,6 +24,7 @@ from rowcast.tests.worker.generation import (
 )
 from rowcast.tests.worker.rank_pool import RankPool
 from rowcast.worker.backend import select_backend
+from rowcast.worker.logprobs import StepScores
 from rowcast.worker.parallel import TensorParallelGroup
 from rowcast.worker.sampler import candidates
 from rowcast.worker.sampler.logprobs import Logprobs, best_keys
@@ -212,6 +215,42 @@ def test_a_prompt_scored_in_pieces_has_the_same_rows(llama, logits_after, rows_a
     assert len(scored[0].prompt) == 12
     assert most == min(rows_at_once, 12)
     check(logits_after, [list(range(13))], scored, ASKED)
+
+
+class Table:
+    """A decoder whose logits are given: those behind each flat token."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def logits(self, hidden: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        return self._logits[logits_indices]
+
+
+@pytest.mark.parametrize("rows_at_once", [3, 4, 1024])
+def test_pieces_of_given_logits_have_identical_rows(rows_at_once):
+    """SA-13: to the last bit, of two prompts in one step; behind a matrix product only its rounding may differ."""
+    table = Table(torch.randn(21, 50, generator=torch.Generator().manual_seed(3)))
+    targets = np.arange(12, dtype=np.int32), np.arange(30, 37, dtype=np.int32)
+    asked = [
+        Asked(batch_index=b, row=b, num_best=None, targets=t, flat_token=f, num_prompt_best=n)
+        for b, t, f, n in ((0, targets[0], 0, 2), (2, targets[1], 13, 5))
+    ]
+    plan: Any = SimpleNamespace(samples=np.zeros(3, bool))
+
+    def rows(at_once: int) -> dict[int, Any]:
+        scores = StepScores(
+            asked, plan, Logprobs((range(50),), TensorParallelGroup.alone(), BACKEND),
+            rows_at_once=at_once,
+        )  # fmt: skip
+        scores.score_prompts(table, torch.zeros(21, 1))  # type: ignore[arg-type]
+        return {b: one.prompt_logprobs for b, one in scores.extras().items()}
+
+    found = rows(rows_at_once)
+    assert found == rows(1)
+    by_hand = rows_by_hand(table._logits[13:20].numpy(), targets[1].tolist(), 5)
+    assert_close(found[2], by_hand, 1e-6)
+    assert found[0].num_best == 2
 
 
 def test_what_changes_the_choice_changes_no_log_probability(llama, logits_after):
