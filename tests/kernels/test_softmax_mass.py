@@ -66,8 +66,9 @@ def test_what_may_not_be_chosen_weighs_nothing_and_what_hardly_may_next_to_nothi
 @pytest.mark.parametrize("nan", [float("nan"), -float("nan")])
 def test_nan_shows(kernel, nan):
     scores = torch.tensor([[1.0, nan, 0.0]])
-    found = mass(kernel("softmax_mass"), scores, [NO_KEY], highest=torch.ones(1))
-    assert found.isnan().all()
+    for above in (NO_KEY, key(0.5, 0)):
+        found = mass(kernel("softmax_mass"), scores, [above], highest=torch.ones(1))
+        assert found.isnan().all()
 
 
 def test_threads_and_ranks_change_nothing_that_counts(kernel, numba_threads):

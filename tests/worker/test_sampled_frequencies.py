@@ -124,6 +124,17 @@ def test_min_p_keeps_what_is_likely_enough():
     assert set(sample(logits, rows_of(3000, min_p=1.0)).tolist()) == {0}
 
 
+def test_what_ties_at_the_edge_of_min_p_has_its_part_in_top_p():
+    """399 ids of just min_p's likelihood; left out of the sum, 0.9 of it was the best id alone."""
+    logits = torch.full((400,), 0.25).log()
+    logits[0] = 0.0
+    chances = np.zeros(400)
+    chances[: 1 + 359] = 0.25  # 1 + 358 / 4 is below 0.9 * (1 + 399 / 4), 1 + 359 / 4 is not
+    chances[0] = 1.0
+    counts = drawn(logits, 2_000, min_p=0.25, top_p=0.9)
+    assert_as_often(counts, chances / chances.sum())
+
+
 def test_seeds_are_independent_too():
     """The same position under seeds 0, 1, 2, ... must be as good as one seed's positions: n > 1 draws so."""
     logits = random_logits(1, 30, seed=3, spread=1.5)[0]
