@@ -27,9 +27,9 @@ class Askers:
         self._vocab_size = vocab_size
         self._of_step: dict[int, Askings] = {}
 
-    def __bool__(self) -> bool:
-        """Whether anything is expected of an unsettled step."""
-        return bool(self._of_step)
+    def __len__(self) -> int:
+        """Count the unsettled steps of which anything is expected."""
+        return len(self._of_step)
 
     def issue(self, step: int, plan: StepPlan) -> None:
         """Note who gets what of a step that is being issued."""

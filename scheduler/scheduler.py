@@ -126,6 +126,7 @@ class Scheduler:
             self._registry.num_entries
             + self._seats.num_detached
             + len(self._outbox)
+            + len(self._askers)
             + self.waiting.num_remembered
             + self.memory.num_holders
             + self._stops.num_watched

@@ -21,9 +21,8 @@ from .sampler.host_copy import HostCopy
 from .sampler.logprobs import Logprobs
 from .sampler.sampler import NAN_SCORES
 
-_PIECE_BYTES = (
-    32 * 2**20
-)  # of float32 logits on the rank that has most of them; a few such tensors live at once
+# Of float32 logits at a time, on the rank that has most of them. A few such tensors live at once.
+_PIECE_BYTES = 32 * 2**20
 
 
 class StepScores:
