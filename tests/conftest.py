@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +76,20 @@ class Greedy:
 
 
 @pytest.fixture(scope="session")
-def greedy(smollm2_dir: Path) -> Greedy:
-    """The reference, computed once for all tests."""
+def greedy(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Greedy:
+    """The reference, computed once for all tests: of two processes one computes it and the other reads it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    file = folder / "greedy.json"
+    with (folder / "greedy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            file.write_text(json.dumps(asdict(greedy_answers(smollm2_dir))))
+    return Greedy(**json.loads(file.read_text()))
+
+
+def greedy_answers(smollm2_dir: Path) -> Greedy:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -24,7 +24,7 @@ from rowcast.launch.leftovers import Footprint
 
 SMALL = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "32"]
 TINY = ["--max-num-seqs", "4", "--kv-cache-memory", "1MiB"]
-STAGES = ["find", "reserve", "start the scheduler", "start 2 workers", "load", "allocate", "ready"]
+STAGES = ["find", "reserve", "start 2 workers", "load", "ready"]
 
 GREEDY = """
 import json, sys
