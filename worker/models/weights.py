@@ -60,9 +60,6 @@ class Checkpoint:
         """Unmap the files."""
         self._files.clear()
 
-    def has(self, name: str) -> bool:
-        return name in self._file_of
-
     def read(
         self,
         name: str,
