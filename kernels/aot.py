@@ -191,7 +191,11 @@ def configurations() -> Iterator[Configuration]:
                 **dict.fromkeys(("logits_stride", "ids_stride"), "i64"),
                 **dict.fromkeys(("HAS_IDS", "HAS_BELOW", "BLOCK"), "constexpr"),
             },
-            {"HAS_IDS": dtype == "fp32", "HAS_BELOW": dtype == "fp32", "BLOCK": 4096},
+            {
+                "HAS_IDS": dtype == "fp32",
+                "HAS_BELOW": dtype == "fp32",
+                "BLOCK": 512 if dtype == "fp32" else 4096,
+            },
             GUMBEL_ARGMAX_OPTIONS,
         )
     yield (

@@ -22,7 +22,7 @@ from . import _noise
 from ._checks import check_int_tensors, check_lengths
 from ._keys import NO_KEY, key, pack_keys
 
-_BLOCK = 4096
+_BLOCK, _FEW = 4096, 512  # ids of one program; a row of few ids, such as candidates, is one program
 # No fusion: the noise would round otherwise (`_noise.py`).
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
@@ -69,7 +69,8 @@ def gumbel(stream, ids):
     return -_log(-(_log(w) + ((1.0 - w) - u)))
 
 
-@triton.jit
+# How many candidates there are changes from step to step: a form for 1 or a multiple of 16 would compile while serving.
+@triton.jit(do_not_specialize=["num_ids", "first_id", "logits_stride", "ids_stride"])
 def _gumbel_argmax_kernel(
     logits,  # [num_rows, num_ids]
     rows,  # [n] int32
@@ -159,7 +160,7 @@ def gumbel_argmax(
     out.fill_(NO_KEY)
     if num_rows == 0 or num_ids == 0:
         return
-    block = min(_BLOCK, triton.next_power_of_2(num_ids))
+    block = _FEW if num_ids <= _FEW else _BLOCK
     _gumbel_argmax_kernel[(triton.cdiv(num_ids, block), num_rows)](
         logits,
         rows,

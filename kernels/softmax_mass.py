@@ -19,11 +19,12 @@ import triton.language as tl
 from ._checks import check_int_tensors, check_lengths
 from ._keys import key, pack_keys
 
-_BLOCK = 4096
+_BLOCK = 4096  # ids of one program
 OPTIONS = {"num_warps": 8}
 
 
-@triton.jit
+# Nothing of it is worth a form of its own for each rank's share of the vocabulary.
+@triton.jit(do_not_specialize=["num_ids", "first_id", "scores_stride"])
 def _softmax_mass_kernel(
     scores,  # [num_rows, num_ids] float32
     rows,  # [n] int32
@@ -40,7 +41,7 @@ def _softmax_mass_kernel(
     column = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + place).to(tl.int64)
     real = column < num_ids
-    score = tl.load(scores + row * scores_stride + column, mask=real, other=0.0)
+    score = tl.load(scores + row * scores_stride + column, mask=real, other=float("-inf"))
     counts = real & (pack_keys(score, column + first_id) > tl.load(above + place))
     weight = tl.exp(score.to(tl.float64) - tl.load(highest + place).to(tl.float64))
     tl.store(parts + place * tl.num_programs(0) + part, tl.sum(tl.where(counts, weight, 0.0)))
@@ -76,8 +77,7 @@ def softmax_mass(
     if num_rows == 0 or num_ids == 0:
         out.zero_()
         return
-    block = min(_BLOCK, triton.next_power_of_2(num_ids))
-    parts_per_row = int(triton.cdiv(num_ids, block))
+    parts_per_row = -(-num_ids // _BLOCK)
     parts = torch.empty((num_rows, parts_per_row), dtype=torch.float64, device=scores.device)
     _softmax_mass_kernel[(parts_per_row, num_rows)](
         scores,
@@ -88,7 +88,7 @@ def softmax_mass(
         num_ids,
         first_id,
         scores.stride(0),
-        BLOCK=block,
+        BLOCK=_BLOCK,
         **OPTIONS,
     )
     torch.sum(parts, dim=1, out=out)
