@@ -30,8 +30,9 @@ _LOG_2_HIGH, _LOG_2_LOW = np.float32(_noise.LOG_2_HIGH), np.float32(_noise.LOG_2
 _HALF, _ONE = np.float32(0.5), np.float32(1)
 _2_TO_64 = 2.0**64
 _HIGHEST_NOISE = 44.0  # -log(2**-63) is 43.67
-_ORDER_OF_LOWEST = np.int32(-0x7F800001)  # of -inf; what is below is a NaN with its sign bit set
-_ORDER_OF_HIGHEST = np.int32(0x7F800000)  # of inf
+# The order of -inf. Counted from there without a sign, +inf is this high, and NaN of either sign is higher.
+_LOWEST_ORDER = np.int32(-0x7F800001)
+_HEIGHT = np.uint32(0x7F800000 + 0x7F800001)
 
 
 @_numba.jit("uint64(uint64)", exact=True)
@@ -82,14 +83,12 @@ def _best_of_row(logits, logit_bits, temperature, stream, below, first_id):
     best_key, best = NO_KEY, np.float32(-np.inf)
     for start in range(0, num_ids, _BLOCK):
         stop = min(start + _BLOCK, num_ids)
-        highest, lowest = np.int32(-(2**31)), np.int32(2**31 - 1)
+        highest = np.uint32(0)
         for place in range(start, stop):
-            order = order_of(logit_bits[place])
-            highest = max(highest, order)
-            lowest = min(lowest, order)
+            highest = max(highest, np.uint32(order_of(logit_bits[place]) - _LOWEST_ORDER))
         most = np.uint64(2**64 - 1)
-        if best_key != NO_KEY and lowest >= _ORDER_OF_LOWEST and highest <= _ORDER_OF_HIGHEST:
-            highest_logit = np.int32(order_of(highest)).view(np.float32)
+        if best_key != NO_KEY and highest <= _HEIGHT:
+            highest_logit = np.int32(order_of(np.int32(highest + _LOWEST_ORDER))).view(np.float32)
             if temperature == 0:
                 if highest_logit <= best:
                     continue
