@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -19,6 +19,14 @@ NO_INT8 = np.empty(0, np.int8)
 Entry = tuple[int, int, int, FinishCode]  # front index, number, token, finish code
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # the same of many, by column
 NO_COLUMNS: Columns = (NO_INT32, NO_INT64, NO_INT32, NO_INT8)
+
+
+class CachedColumns(TypedDict, total=False):
+    """The columns of `Deliveries` that say what the cache had: all of them or none."""
+
+    cached_front_index: np.ndarray
+    cached_numbers: np.ndarray
+    cached_tokens: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +138,9 @@ def deliveries_of(
     fronts: Mapping[int, Hashable],
     entries: Sequence[Entry],
     columns: Columns,
-    cached: Mapping[str, np.ndarray],
+    cached: CachedColumns,
 ) -> Deliveries:
-    """Put single entries before the columns of a step. cached: the three columns of that name, or nothing."""
+    """Put single entries before the columns of a step."""
     front_index, numbers, tokens, finish_codes = columns
     if entries:
         front_index, numbers, tokens, finish_codes = (
@@ -183,7 +191,7 @@ class Outbox:
         ends, self._ends = self._ends, []
         return ends
 
-    def take_cached(self) -> dict[str, np.ndarray]:
+    def take_cached(self) -> CachedColumns:
         """Hand out the cached counts, as columns of Deliveries; an ended request's would come after its end."""
         if not self._cached:
             return {}

@@ -26,7 +26,16 @@ from .agreement import StepPlan, TableDigest, plan_step, scheduled_tokens
 from .askers import Askers, with_extras
 from .budget import Share, share_budget
 from .config import SchedulerConfig
-from .deliveries import NO_COLUMNS, NO_INT32, Columns, Deliveries, Entry, Outbox, deliveries_of
+from .deliveries import (
+    NO_COLUMNS,
+    NO_INT32,
+    CachedColumns,
+    Columns,
+    Deliveries,
+    Entry,
+    Outbox,
+    deliveries_of,
+)
 from .door import Door, QueueFull
 from .extras import Extras
 from .front_messages import FinishCode, Submit
@@ -492,7 +501,7 @@ class Scheduler:
         return entries
 
     def _deliver(
-        self, columns: Columns, late: Sequence[Entry], cached: dict[str, np.ndarray]
+        self, columns: Columns, late: Sequence[Entry], cached: CachedColumns
     ) -> Deliveries:
         self.num_tokens_out += len(columns[0]) + len(late)
         entries = [*self._outbox.take_ends(), *late]
