@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -155,3 +156,25 @@ def test_the_tail_is_reachable():
     sigma = math.sqrt(draws * tail * (1 - tail))
     assert abs(len(in_tail) - draws * tail) < 5 * sigma
     assert len(set(in_tail.tolist())) > 0.9 * len(in_tail)
+
+
+@pytest.mark.skipif(
+    "ROWCAST_SA02" not in os.environ, reason="minutes: ROWCAST_SA02=1 runs SA-02's own numbers"
+)
+@pytest.mark.parametrize("flat", [False, True], ids=["one-likely-id", "flat"])
+def test_the_tail_at_full_size(flat: bool):
+    """SA-02, number for number: 500,000 draws with one id of weight e^18, or 4,000,000 of weights 500 to 1,499."""
+    ids = torch.arange(200_000)
+    weights = (500 + ids % 1000 if flat else 1 + ids % 3).double()
+    if not flat:
+        weights[77] = math.exp(18)
+    chances = (weights / weights.sum()).numpy()
+    draws = 4_000_000 if flat else 500_000
+    counts = drawn(weights.log().float(), draws)
+    if flat:
+        assert (counts > 0).mean() > 0.99
+        assert_as_often(counts, chances)
+        return
+    tail = 1 - chances[77]
+    sigma = math.sqrt(draws * tail * (1 - tail))
+    assert abs(draws - counts[77] - draws * tail) < 10 * sigma
