@@ -27,6 +27,7 @@ _MAX_THREADS = 8
 # Two line breaks, then an indentation. A small model that may go on with white space does, to its token limit.
 _WHITESPACE = r"(\x0D?\x0A){1,2}[\x20\x09]{0,32}|[\x20\x09]{1,32}"
 _MAX_ITEMS = 20_000  # that a parser follows side by side, about 1 ms of work: a schema of thousands of optional keys
+_NO_OPTIONS = "%llguidance {}\n"  # as it stands before a GBNF grammar that was converted
 _MAX_REASON = 500  # characters of what a compiler says
 
 
@@ -217,26 +218,45 @@ def _make_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLT
 
 
 def _grammar_text(form: StructuredOutputsParams) -> str:
-    """llguidance's own form. Raises: ValueError for what is none."""
+    """The form as llguidance's Lark. Raises: ValueError for what is none."""
     from llguidance import LLMatcher, grammar_from
 
     if form.json is not None or form.json_object:
         schema: Any = form.json if form.json is not None else '{"type": "object"}'
         if form.disable_any_whitespace:
-            return LLMatcher.grammar_from_json_schema(
+            made = LLMatcher.grammar_from_json_schema(
                 schema, overrides={"whitespace_flexible": False}
             )
-        return LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": _WHITESPACE}
-        )
+        else:
+            made = LLMatcher.grammar_from_json_schema(
+                schema, overrides={"whitespace_pattern": _WHITESPACE}
+            )
+        return _unforced(f"start: %json {json.dumps(_only_grammar(made)['json_schema'])}")
     if form.regex is not None:
-        return LLMatcher.grammar_from_regex(form.regex)
+        return _unforced(_only_grammar(LLMatcher.grammar_from_regex(form.regex))["lark_grammar"])
     if form.choice is not None:
         # One lexeme, not one rule each: a parser would follow thousands side by side.
         choices = " | ".join(map(json.dumps, form.choice))
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+        return _unforced(f"start: CHOICE\nCHOICE: {choices}")
     assert form.grammar is not None, form
-    return grammar_from("grammar", form.grammar)
+    return _unforced(grammar_from("grammar", form.grammar))
+
+
+def _only_grammar(made: str) -> dict[str, Any]:
+    """What llguidance makes of one form, out of the list that it puts it in."""
+    (grammar,) = json.loads(made)["grammars"]
+    return grammar
+
+
+def _unforced(lark: str) -> str:
+    """Lark in which any tokens may spell a text that must come; one with options of its own keeps them.
+
+    Else llguidance allows only the tokens that the tokenizer makes of that text, which of "<|im_end|>" is the special
+    token: that has no text, so the answer cannot go on.
+    """
+    if "%llguidance" in lark.replace(_NO_OPTIONS, ""):
+        return lark
+    return '%llguidance {"no_forcing": true}\n' + lark.replace(_NO_OPTIONS, "")
 
 
 def bits_of(ids: Iterable[int], num_words: int) -> np.ndarray:

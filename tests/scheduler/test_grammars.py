@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -245,6 +247,25 @@ def test_who_asks_never_waits_and_a_closed_pool_answers_nobody_new():
     go.set()
     assert rig.woken.wait(TIMEOUT_S)
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("text", ["<end>", "x<stop>y", "<pad>a"])
+@pytest.mark.parametrize("kind", ["choice", "regex", "json", "grammar"])
+def test_a_text_that_looks_like_a_special_token_is_spelled(rig: Rig, kind: str, text: str):
+    """The special token was asked for, which has no text: the answer could not go on."""
+    quoted = json.dumps(text)
+    form = {
+        "choice": [text],
+        "regex": re.escape(text),
+        "json": {"const": text},
+        "grammar": f"start: {quoted}",
+    }[kind]
+    matcher = rig.matcher(**{kind: form})
+    for character in quoted if kind == "json" else text:
+        (token,) = rig.ids(character)
+        assert token in rig.allowed(matcher)[0]
+        matcher.take([token])
+    assert (matcher.finished, matcher.error) == (True, "")
 
 
 def test_thousands_of_choices_are_one_lexeme(rig: Rig):
