@@ -64,6 +64,11 @@ def assert_as_often(counts: np.ndarray, chances: np.ndarray) -> None:
     assert chi_square < df + 10 * math.sqrt(2 * df), (chi_square, df)
 
 
+at_full_size = pytest.mark.skipif(
+    "ROWCAST_SA02" not in os.environ, reason="minutes: ROWCAST_SA02=1 runs SA-02 at full size"
+)
+
+
 @pytest.mark.parametrize(
     ("vocab_size", "draws"), [(1_000, 4_000), (50_257, 300)], ids=["1000", "50257"]
 )
@@ -158,9 +163,7 @@ def test_the_tail_is_reachable():
     assert len(set(in_tail.tolist())) > 0.9 * len(in_tail)
 
 
-@pytest.mark.skipif(
-    "ROWCAST_SA02" not in os.environ, reason="minutes: ROWCAST_SA02=1 runs SA-02's own numbers"
-)
+@at_full_size
 @pytest.mark.parametrize("flat", [False, True], ids=["one-likely-id", "flat"])
 def test_the_tail_at_full_size(flat: bool):
     """SA-02, number for number: 500,000 draws with one id of weight e^18, or 4,000,000 of weights 500 to 1,499."""
@@ -178,3 +181,13 @@ def test_the_tail_at_full_size(flat: bool):
     tail = 1 - chances[77]
     sigma = math.sqrt(draws * tail * (1 - tail))
     assert abs(draws - counts[77] - draws * tail) < 10 * sigma
+
+
+@at_full_size
+@pytest.mark.parametrize("asked", OPTIONS, ids=str)
+def test_frequencies_in_triton_at_full_size(asked: dict):
+    """The suite compares a row of this vocabulary with Numba's token; here the interpreted kernels draw 300."""
+    logits = random_logits(1, 50_257, seed=3, spread=2.0)[0]
+    assert_as_often(
+        drawn(logits, 300, kernel_backend="triton", **asked), probabilities(logits, **asked)
+    )
