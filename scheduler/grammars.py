@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,8 @@ _MAX_THREADS = 8
 _WHITESPACE = r"(\x0D?\x0A){1,2}[\x20\x09]{0,32}|[\x20\x09]{1,32}"
 _MAX_ITEMS = 20_000  # that a parser follows side by side, about 1 ms of work: a schema of thousands of optional keys
 _NO_OPTIONS = "%llguidance {}\n"  # as it stands before a GBNF grammar that was converted
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_LISTING = "\n   1 | "
 _MAX_REASON = 500  # characters of what a compiler says
 
 
@@ -153,7 +156,10 @@ class Grammars:
         if not matcher.is_error() and not any(matcher.compute_bitmask()):
             raise ValueError(f"{refused}: no answer has it")
         if matcher.is_error():
-            raise ValueError(f"{refused}: {_reason(matcher.get_error())}")
+            error = matcher.get_error()
+            # The line and its listing are of a text that only who gave a grammar has written.
+            why = error if form.kind == "grammar" else _PLACE.sub("", error.split(_LISTING)[0])
+            raise ValueError(f"{refused}: {_reason(why)}")
         return matcher
 
     def _known_tokenizer(self) -> LLTokenizer:
@@ -256,7 +262,8 @@ def _unforced(lark: str) -> str:
     """
     if "%llguidance" in lark.replace(_NO_OPTIONS, ""):
         return lark
-    return '%llguidance {"no_forcing": true}\n' + lark.replace(_NO_OPTIONS, "")
+    # Behind it, so that a message's line is the line of who wrote it.
+    return lark.replace(_NO_OPTIONS, "") + '\n%llguidance {"no_forcing": true}\n'
 
 
 def bits_of(ids: Iterable[int], num_words: int) -> np.ndarray:
