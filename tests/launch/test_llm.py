@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from rowcast import LLM, SamplingParams
+from rowcast.tests.launch.tiny_engine import assert_idle, make_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -24,11 +25,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_model) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def make_llm(model: Path, **options) -> LLM:
-    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "num_threads": 1}
-    return LLM(model, **(defaults | {"kv_cache_memory": "64KiB"} | options))
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +38,6 @@ def llm(shared: LLM) -> Iterator[LLM]:
     """The shared engine; whatever a test does, it must give every row and block back."""
     yield shared
     assert_idle(shared)
-
-
-def assert_idle(llm: LLM) -> None:
-    counts = llm.snapshot()
-    assert (counts["running"], counts["waiting"]) == (0, 0)
-    assert counts["free_blocks"] == counts["usable_blocks"]
 
 
 def token_ids(outputs) -> list[list[int]]:

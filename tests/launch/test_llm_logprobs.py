@@ -13,6 +13,7 @@ import pytest
 import rowcast
 from rowcast import LLM, Logprob, RequestOutput, SamplingParams
 from rowcast.cluster.outputs import CompletionOutput
+from rowcast.tests.launch.tiny_engine import assert_idle, make_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 
@@ -20,11 +21,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_model) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def make_llm(model: Path, **options) -> LLM:
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 16, "num_threads": 1}
-    return LLM(model, **(sizes | {"kv_cache_memory": "64KiB"} | options))
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +32,7 @@ def shared(model: Path) -> Iterator[LLM]:
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
     yield shared
-    counts = shared.snapshot()
-    assert (counts["running"], counts["waiting"]) == (0, 0)
-    assert counts["free_blocks"] == counts["usable_blocks"]
+    assert_idle(shared)
 
 
 def check_answer(answer: CompletionOutput, num_best: int) -> None:
