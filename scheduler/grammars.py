@@ -30,6 +30,7 @@ _WHITESPACE = r"(\x0D?\x0A){1,2}[\x20\x09]{0,32}|[\x20\x09]{1,32}"
 _MAX_ITEMS = 20_000  # that a parser follows side by side, about 1 ms of work: a schema of thousands of optional keys
 _NO_OPTIONS = "%llguidance {}\n"  # as it stands before a GBNF grammar that was converted
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_NOTHING_FOLLOWS = "NoExtensionBias"  # llguidance's word for a grammar that leads to no text
 _LISTING = "\n   1 | "
 _MAX_REASON = 500  # characters of what a compiler says
 
@@ -153,10 +154,11 @@ class Grammars:
             raise ValueError(f"{refused}: {_reason(str(error))}") from None
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         # Some forms are only found impossible, or beyond a limit, where an answer begins.
-        if not matcher.is_error() and not any(matcher.compute_bitmask()):
+        possible = matcher.is_error() or any(matcher.compute_bitmask())
+        error = matcher.get_error()
+        if not possible or error.startswith(_NOTHING_FOLLOWS):
             raise ValueError(f"{refused}: no answer has it")
         if matcher.is_error():
-            error = matcher.get_error()
             # The line and its listing are of a text that only who gave a grammar has written.
             why = error if form.kind == "grammar" else _PLACE.sub("", error.split(_LISTING)[0])
             raise ValueError(f"{refused}: {_reason(why)}")

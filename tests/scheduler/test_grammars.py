@@ -138,6 +138,8 @@ def test_white_space_is_bounded_or_none(rig: Rig):
         ({"json": "false"}, "the json cannot be compiled: "),
         ({"grammar": "start: foo"}, "the grammar cannot be compiled: at 1.*foo"),
         ({"json": {"$ref": "#"}}, "the json cannot be compiled: "),
+        ({"grammar": "start: start"}, "the grammar cannot be compiled: no answer has it"),
+        ({"grammar": 'root ::= root "x"'}, "the grammar cannot be compiled: no answer has it"),
         ({"grammar": "%%%"}, "the grammar cannot be compiled: "),
     ],
 )  # fmt: skip
