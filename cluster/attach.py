@@ -12,7 +12,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from .config import RAY_NAMESPACE
@@ -24,6 +23,7 @@ from .local_ray import (
     start_head,
     stop_head,
 )
+from .ray_session import RaySession, connecting, joined, made
 from .state_file import (
     EngineRecord,
     HeadRecord,
@@ -43,24 +43,6 @@ _RECONNECT_S = 5  # Ray's own 30 s are how long a stream would hang when the clu
 _DIED_AT_BIRTH = ("client server failed", "session that has already been cleaned up")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RaySession:
-    """This process's connection. address: host:port, `ray://host:port`, or "" for one that was there before us.
-
-    client_address: where another process may connect through Ray Client, when known.
-    started_by_us: this call started the cluster. connected_by_us: this call connected, so `disconnect` ends it.
-    """
-
-    address: str
-    client_address: str | None = None
-    started_by_us: bool = False
-    connected_by_us: bool = True
-
-    def disconnect(self) -> None:
-        if self.connected_by_us:
-            disconnect()
-
-
 def connect(
     address: str | None,
     *,
@@ -75,10 +57,21 @@ def connect(
         this machine), or None: RAY_ADDRESS, else engine `name`'s own head, else a new one if `start`.
     Raises: ValueError with one sentence when there is no usable Ray at the address.
     """
+    with connecting:
+        return _connect(address, name, start, client_port, on_stage)
+
+
+def _connect(
+    address: str | None,
+    name: str,
+    start: bool,
+    client_port: int | None,
+    on_stage: OnStage | None,
+) -> RaySession:
     began = time.monotonic()
     _use_token_if_there_is_one()
     if (session := _existing_connection(address)) is not None:
-        return session
+        return joined(session)
     _quiet()
     wanted, origin = address, "the address given"
     if address in (None, "auto") and (wanted := os.environ.get("RAY_ADDRESS") or None):
@@ -97,7 +90,7 @@ def connect(
         session = RaySession(address=_find_local())
         _join(session.address, "Ray on this machine")
     elif start:
-        return _start(name, client_port, on_stage)
+        return made(_start(name, client_port, on_stage))
     else:
         others = ", ".join(known_engines())
         known = f" ({others} {'is' if ',' not in others else 'are'}: see --name)" if others else ""
@@ -107,14 +100,7 @@ def connect(
         )
     if on_stage is not None:
         on_stage("connect to Ray", time.monotonic() - began)
-    return session
-
-
-def disconnect() -> None:
-    """Leave the cluster; what runs there goes on."""
-    import ray
-
-    ray.shutdown()
+    return made(session)
 
 
 def _start(name: str, client_port: int | None, on_stage: OnStage | None) -> RaySession:
@@ -222,7 +208,6 @@ def _existing_connection(address: str | None) -> RaySession | None:
     return RaySession(
         address=current,
         client_address=current if current.startswith("ray://") else None,
-        connected_by_us=False,
     )
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import placement
-from .attach import RaySession, connect, disconnect
+from .attach import connect
 from .config import RAY_NAMESPACE, STOPPED, EngineSpec
 from .local_ray import can_connect, is_running, stop_head
+from .ray_session import RaySession, disconnect
 from .state_file import EngineRecord, read_record, remove_record, write_record
 
 __all__ = [

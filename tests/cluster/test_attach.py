@@ -34,6 +34,30 @@ else:
 """
 
 
+SHARED = """
+import sys, threading
+import ray
+from rowcast.cluster import attach
+address, found = sys.argv[1], []
+def use():
+    session = attach.connect(address, start=False)
+    found.append(ray.cluster_resources()["CPU"] > 0)
+    session.disconnect()
+first, second = attach.connect(address, start=False), attach.connect(address, start=False)
+threads = [threading.Thread(target=use) for _ in range(4)]
+[thread.start() for thread in threads]
+first.disconnect()
+first.disconnect()
+[thread.join() for thread in threads]
+assert found == [True] * 4, found
+second.disconnect()
+assert not ray.is_initialized()
+ray.init(address=address, logging_level="CRITICAL", log_to_driver=False)
+attach.connect(address, start=False).disconnect()
+print("the user's own connection is left:", ray.is_initialized())
+"""
+
+
 def attempt(address: str, *, name: str = "t", **environment: str) -> str:
     """Connect in a fresh process; what it said on stdout. Nothing else may be said, and not slowly."""
     began = time.monotonic()
@@ -161,11 +185,20 @@ def test_a_connection_that_is_there_is_used_and_kept(cluster: Cluster) -> None:
     import ray
 
     again = attach.connect(None, name="t")
-    assert not again.connected_by_us
+    again.disconnect()
     again.disconnect()
     assert ray.is_initialized()
     with pytest.raises(ValueError, match=r"call ray\.shutdown\(\) first"):
         attach.connect("10.9.9.9:1")
+
+
+def test_the_last_of_several_users_ends_the_connection(cluster: Cluster) -> None:
+    """Whoever had connected first ended it under the others' calls, and Ray then ends the process without a word."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED, cluster.session.address],
+        capture_output=True, text=True, timeout=100, env=os.environ,
+    )  # fmt: skip
+    assert done.stdout == "the user's own connection is left: True\n", done.stderr
 
 
 def test_another_version_of_ray_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
