@@ -25,6 +25,7 @@ class StructuredOutputsParams:
         GBNF. json_object: True for any JSON object.
     disable_any_whitespace: JSON without any white space between its tokens, rather than at most two line breaks and 32
         blanks at a place. It goes with json and json_object.
+    Stop strings and stop ids still end an answer, before it has its form too.
 
     Raises: ValueError naming the field and what it may be.
     """
@@ -129,7 +130,7 @@ def _schema(value: Any) -> str:
             read = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{allowed}: {error}") from None
-        if not isinstance(read, dict | bool):
+        if not isinstance(read, dict):
             raise ValueError(f"{allowed}, got {reprlib.repr(value)}")
     else:
         raise ValueError(f"{allowed}, got {reprlib.repr(value)}")

@@ -20,7 +20,6 @@ SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
     [
         ({"json": SCHEMA}, "json"),
         ({"json": json.dumps(SCHEMA), "disable_any_whitespace": True}, "json"),
-        ({"json": "true"}, "json"),
         ({"regex": "a|b"}, "regex"),
         ({"choice": ["yes", "no"]}, "choice"),
         ({"grammar": 'start: "a"'}, "grammar"),
@@ -59,6 +58,7 @@ def test_a_schema_is_kept_as_text():
         ({}, "must have exactly one of json, regex, choice, grammar, json_object, got none"),
         ({"json": "{}", "regex": "a"}, "exactly one of .*, got json and regex"),
         ({"json": "{"}, "json must be a JSON schema, a dict or its text: "),
+        ({"json": "true"}, "json must be a JSON schema, a dict or its text, got 'true'"),
         ({"json": "[]"}, "json must be a JSON schema, a dict or its text, got '\\[\\]'"),
         ({"json": {"a": {1, 2}}}, "json must be a JSON schema, .* not JSON serializable"),
         ({"json": {"minimum": float("nan")}}, "json must be a JSON schema"),
